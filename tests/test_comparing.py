@@ -14,6 +14,7 @@ import spiritlevel as sl
 from spiritlevel.answers.advising import Sides, advise
 from spiritlevel.answers.comparing import compare
 from spiritlevel.errors import InputError
+from spiritlevel.measures import Setting
 from spiritlevel.results import Comparison, mean_skewness, skewed_limits
 
 FAST = ["trace", "margin_mean", "input_distance"]
@@ -207,6 +208,72 @@ def test_probabilities_in_place_of_logits_win_nothing() -> None:
     assert found.advice.startswith("No advice: the outputs of soft all lie in [0, 1] and sum to 1")
     assert {row.verdict for row in found.rows} <= {"equal", "not comparable"}
     assert "look like probabilities" in found.row("input_distance").note
+
+
+class Shifted(nn.Module):
+    """The same with a number of its own added to the logits of each position, or of each class."""
+
+    def __init__(self, model: nn.Module, shift: Tensor) -> None:
+        super().__init__()
+        self.model, self.shift = model, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.model(x) + self.shift
+        return outputs
+
+
+@pytest.mark.parametrize("classes", ["first", "last"])
+def test_equal_probabilities_are_looked_for_along_the_classes(classes: str) -> None:
+    """Along the last dimension of (N, C, H, W), other probabilities look equal, and equal ones do not."""
+    torch.manual_seed(0)
+    model, loss = nn.Conv2d(2, 3, 3, padding=1).double(), "cross_entropy"
+    x, y = torch.randn(40, 2, 5, 4, dtype=torch.float64), torch.randint(3, (40, 5, 4))
+    by_position = torch.randn(1, 5, 4, dtype=torch.float64)
+    if classes == "last":
+        model, loss = nn.Sequential(model, Last()), "token_cross_entropy"
+        by_position = by_position[0, ..., None]
+    found = compare(model, Shifted(model, by_position), (x, y), loss=loss, measures=["margin_mean"], audit=False)
+    assert "both give the same probabilities" in found.advice
+    by_class = torch.randn(3, 1, 1, dtype=torch.float64) if classes == "first" else torch.randn(3, dtype=torch.float64)
+    found = compare(model, Shifted(model, by_class), (x, y), loss=loss, measures=["margin_mean"], audit=False)
+    assert "both give the same" not in found.advice
+
+
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.movedim(1, -1)
+
+
+def test_predictions_on_both_sides_of_the_targets_are_not_the_same() -> None:
+    """Their squared errors are equal, and a softmax of one number is 1."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 1).double(), torch.randn(40, 2, dtype=torch.float64)
+    mirrored = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in mirrored.parameters():
+            parameter.neg_()
+    y = torch.zeros(40, 1, dtype=torch.float64)
+    found = compare(model, mirrored, (x, y), loss="squared_error", measures=["trace"], audit=False)
+    assert "both give the same" not in found.advice
+
+
+def test_probabilities_at_every_position_in_place_of_logits_are_told() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(2, 3, 3, padding=1).double()
+    data = torch.randn(40, 2, 5, 4, dtype=torch.float64), torch.randint(3, (40, 5, 4))
+    soft = nn.Sequential(model, nn.Softmax(1))
+    assert compare(model, soft, data, measures=["margin_mean"], audit=False).advice.startswith(
+        "No advice: the outputs of b all lie in [0, 1] and sum to 1"
+    )
+    wrong = nn.Sequential(model, nn.Softmax(-1))  # along the width of the image
+    assert "sum to 1" not in compare(model, wrong, data, measures=["margin_mean"], audit=False).advice
+
+
+def test_classes_are_counted_in_their_own_dimension() -> None:
+    data = torch.randn(4, 2, 5, 4), torch.randint(3, (4, 5, 4))
+    assert Setting(nn.Conv2d(2, 3, 3, padding=1), data).classes == 3
+    assert Setting(nn.Linear(2, 3), (torch.randn(4, 2), torch.randint(3, (4,)))).classes == 3
+    assert Setting(nn.Linear(2, 3), (torch.randn(4, 2), torch.randn(4, 3)), loss="squared_error").classes == 3
 
 
 def test_what_no_transform_could_test_is_not_compared() -> None:

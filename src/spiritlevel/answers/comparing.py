@@ -16,7 +16,7 @@ from spiritlevel.answers.auditing import audit_in
 from spiritlevel.answers.changes import Change, wanted
 from spiritlevel.answers.measuring import FEW, Progress, kind, silent
 from spiritlevel.answers.outcomes import outcomes
-from spiritlevel.answers.pairing import KEEP_FUNCTION, Pairing, Plain, precision_of
+from spiritlevel.answers.pairing import KEEP_FUNCTION, Pairing, Plain, owners_of, precision_of
 from spiritlevel.answers.perturbing import changed
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
@@ -71,9 +71,9 @@ def compare(
     the whole data set, such as the largest eigenvalue, is compared by the influence that every sample has on it. All
     intervals are statements about other samples of the same kind, so pass data that neither model was trained on, and
     at least 30 of them. With `unit="token"` they are statements about other sequences, whose positions are not
-    independent, so pass at least 30 of those. What has no influence function has the error of its probes only, or none;
-    without an interval there is no verdict. Values that differ by no more than rounding (1e-5 of their size in single
-    precision, 1e-10 in double) are equal.
+    independent, and where batches couple their samples, about other batches, so pass at least 30 of those. What has no
+    influence function has the error of its probes only, or none; without an interval there is no verdict. Values that
+    differ by no more than rounding (1e-5 of their size in single precision, 1e-10 in double) are equal.
 
     Rows that no parametrisation of the same function can move come first. For the others both models are audited, and
     what the audit moves at the same outputs is *not comparable*, however large the difference (the factor that it
@@ -199,8 +199,7 @@ class _Pair:
         losses = seen[0].losses, seen[1].losses
         found = self._both(lambda setting: setting.margins, "margins")
         looks = 1 + (found is not None) + sum(bool(each.advice) for each in self.chosen)
-        owners = found[0].sample if found is not None else None
-        self.pairing = Pairing(self.a, self.b, self.level, self.seed, self.same, looks, owners)
+        self.pairing = Pairing(self.a, self.b, self.level, self.seed, self.same, looks, *owners_of(self.a, self.b))
         rows = [self.pairing.plain(_LOSS, *losses)]
         if found is not None:
             self.accuracy = _ACCURACY if found[0].right is None else _SHARES
@@ -264,9 +263,11 @@ class _Pair:
     def _same_outputs(self) -> str:
         """What both models share for every sample, up to rounding: "outputs", "probabilities" or nothing.
 
-        Probabilities count only where the loss of every sample is also the same: a squared error sees the logits.
+        Probabilities count where the loss says which outputs are classes, and only where the loss of every sample is
+        also the same: a squared error sees the logits.
         """
         apart, size, likely, log_size, precision = 0.0, 0.0, 0.0, 0.0, precision_of(self.a, self.b)
+        loss = self.a.problem.loss
         for inputs, targets in self.a.batches:
             found = []
             for _, setting in self._sides:
@@ -278,7 +279,11 @@ class _Pair:
                 return ""
             if a.numel():
                 apart, size = max(apart, float((b - a).abs().max())), max(size, float(a.abs().max()))
-                a, b = a.log_softmax(-1), b.log_softmax(-1)
+                axis = loss.class_axis(a, targets)
+                if axis is None:
+                    likely = math.inf
+                    continue
+                a, b = a.log_softmax(axis), b.log_softmax(axis)
                 likely, log_size = max(likely, float((b - a).abs().max())), max(log_size, float(a.abs().max()))
         if apart <= precision * size:
             return "outputs"

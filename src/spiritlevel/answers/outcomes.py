@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spiritlevel.binding.context import IDLE
+from spiritlevel.binding.losses import CrossEntropy
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Setting
@@ -31,7 +32,7 @@ def outcomes(setting: Setting) -> Outcomes:
     """Every sample's predicted class and loss."""
     problem, ranks = setting.problem, setting.ranks
     columns: list[tuple[int, Tensor]] = []
-    every = {"probabilities": problem.loss.name.startswith("cross_entropy"), "one": True, "labelled": True}
+    every = {"probabilities": isinstance(problem.loss, CrossEntropy), "one": True, "labelled": True}
     with ranks.together(), problem.active(), torch.no_grad():
         explained = _Explained(setting.first(1)[1])
         for start, inputs, targets in setting.mine():
@@ -41,10 +42,10 @@ def outcomes(setting: Setting) -> Outcomes:
                 continue
             flat, one = outputs.reshape(len(targets), -1), outputs.ndim <= 2
             explained.update(problem.loss.prediction(outputs.double(), targets), targets)
-            if one and flat.shape[1] > 1:
+            if every["probabilities"]:
+                axis = problem.loss.class_axis(outputs, targets)
                 within = bool(((flat >= 0) & (flat <= 1)).all())
-                every["probabilities"] &= within and bool((flat.sum(1) - 1).abs().max() < 1e-3)
-            every["probabilities"] &= one and flat.shape[1] > 1
+                every["probabilities"] = within and bool((outputs.sum(axis) - 1).abs().max() < 1e-3)
             every["one"] &= one and targets.ndim <= 1
             every["labelled"] &= not targets.is_floating_point() or flat.shape[1] == 1
             classes = flat.argmax(1) if flat.shape[1] > 1 else flat[:, 0] > 0

@@ -375,10 +375,12 @@ class Setting(Context):
 
     @functools.cached_property
     def classes(self) -> int:
-        """The number of outputs, seen on one sample."""
+        """The number of classes where the loss tells them, else of outputs in the last dimension; seen on a sample."""
         with self.problem.active(), torch.no_grad():
-            inputs, _ = self.first(2)
-            return self.problem.outputs(self.problem.params, inputs).shape[-1]
+            inputs, targets = self.first(2)
+            outputs = self.problem.outputs(self.problem.params, inputs)
+            axis = self.problem.loss.class_axis(outputs, targets)
+            return outputs.shape[-1 if axis is None else axis]
 
     def column(self, name: str, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """A number for every sample, (N,) float64, from its inputs (n, d), outputs (n, C) and label, kept by name.

@@ -50,6 +50,10 @@ class Loss(ABC):
         """In words, how the loss of a sample depends on the rest of its batch; nothing where it does not."""
         return ""
 
+    def class_axis(self, outputs: Tensor, targets: Tensor) -> int | None:
+        """The dimension of the classes, where the loss may see no more of outputs than their softmax along it."""
+        return None
+
     @abstractmethod
     def values(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """ℓ of every sample, (N,), differentiable."""

@@ -33,6 +33,9 @@ class CallableLoss(Loss):
         self.called = getattr(function, "__name__", type(function).__name__)
         self._one_by_one: Callable[[Tensor, Tensor], Tensor] | None = None  # for a function that returns a mean
 
+    def class_axis(self, outputs: Tensor, targets: Tensor) -> int | None:
+        return 1 if outputs.ndim == 2 and outputs.shape[1] > 1 else None
+
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         with torch.no_grad():
             try:

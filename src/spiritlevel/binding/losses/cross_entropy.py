@@ -81,7 +81,7 @@ class CrossEntropy(Loss):
             )
         return len(shape) - 1 if positions != shape[2:] and positions == shape[1:-1] else 1
 
-    def _axis(self, outputs: Tensor, targets: Tensor) -> int:
+    def class_axis(self, outputs: Tensor, targets: Tensor) -> int:
         if targets.is_floating_point():  # soft labels look like outputs
             return outputs.ndim - 1 if self.classes == "last" and outputs.ndim > 1 else 1
         return self.axis(outputs.shape, targets.shape[1:])
@@ -97,7 +97,7 @@ class CrossEntropy(Loss):
 
     def rows(self, outputs: Tensor, targets: Tensor) -> Rows:
         """The outputs as rows of logits, with what each counts for."""
-        axis, count = self._axis(outputs, targets), len(outputs)
+        axis, count = self.class_axis(outputs, targets), len(outputs)
         classes = outputs.shape[axis]
         logits = outputs.movedim(axis, -1).reshape(count, -1, classes)
         if targets.is_floating_point():
@@ -134,14 +134,14 @@ class CrossEntropy(Loss):
 
     def _rows_back(self, found: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """Rows (N·T, C) in the shape of the outputs."""
-        axis = self._axis(outputs, targets)
+        axis = self.class_axis(outputs, targets)
         moved = [size for dimension, size in enumerate(outputs.shape) if dimension != axis]
         return found.reshape(*moved, outputs.shape[axis]).movedim(-1, axis)
 
     def check(self, outputs: Tensor, targets: Tensor, start: int = 0) -> None:
         if outputs.ndim < 2:
             super().check(outputs, targets, start)
-        axis = self._axis(outputs, targets)
+        axis = self.class_axis(outputs, targets)
         classes = outputs.shape[axis]
         if classes < 2:
             numbers = targets.is_floating_point() and bool(((targets != 0) & (targets != 1)).any())
@@ -286,7 +286,7 @@ class CrossEntropy(Loss):
 
     def _flat(self, tensor: Tensor, outputs: Tensor, targets: Tensor) -> Tensor:
         """What is shaped like the outputs, as rows (N·T, C)."""
-        axis = self._axis(outputs, targets)
+        axis = self.class_axis(outputs, targets)
         return tensor.reshape(outputs.shape).movedim(axis, -1).reshape(-1, outputs.shape[axis])
 
     def gradient_of_rows(

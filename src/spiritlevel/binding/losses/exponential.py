@@ -44,6 +44,9 @@ class Exponential(Loss):
                 f"{targets.flatten()[~known.flatten()][0].item():g}."
             )
 
+    def class_axis(self, outputs: Tensor, targets: Tensor) -> int | None:
+        return 1 if outputs.ndim == 2 and outputs.shape[1] > 1 else None
+
     @staticmethod
     def _differences(outputs: Tensor, targets: Tensor) -> Tensor:
         """The exponents, (N, C) with −∞ at the label, or (N, 1)."""
