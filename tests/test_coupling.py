@@ -19,6 +19,8 @@ from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.losses import CallableLoss
 from spiritlevel.errors import InputError, NotExactError
+from spiritlevel.measures import Setting
+from spiritlevel.results import mean_skewness, signed_limits, standard_error
 
 N = 12
 
@@ -389,6 +391,26 @@ def test_nothing_is_defined_per_sample_under_a_coupled_loss() -> None:
     with pytest.raises(InputError, match="a sample has no curvature of its own in its input"):
         sl.input_curvature(net(), points(), **options)
     assert Context(net(), points(), **options).coupling == "loss"
+
+
+@pytest.mark.parametrize("options", [{"loss": contrastive, "batches": "fixed"}, {"batch_norm": "batch"}])
+def test_intervals_are_those_of_other_batches_where_these_couple_their_samples(options: dict[str, Any]) -> None:
+    """They took the samples of one batch to be independent, and one batch of 60 samples could decide."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(120, 4, generator=generator, dtype=torch.float64)
+    data, models = (inputs, torch.arange(120) % 3), (net(), nn.Sequential(nn.BatchNorm1d(4), net()).double())
+    models[1][1][0].weight.data.mul_(2)
+    few = sl.compare(*models, data, measures=[], audit=False, batch_size=6, **options)
+    assert {(row.how, row.verdict) for row in few.rows} == {("too few batches", "no interval")}
+    assert few.advice.startswith("These samples give no reason")
+    row = sl.compare(*models, data, measures=[], audit=False, batch_size=3, **options).row("loss")
+    losses = [Setting(model, data, batch_size=3, **options).losses.reshape(40, 3).mean(1) for model in models]
+    apart = losses[1] - losses[0]
+    limits = signed_limits(float(apart.mean()), float(standard_error(apart)), 39, mean_skewness(apart))
+    assert (row.low, row.high) == pytest.approx(limits)
+    rows = sl.rank({"a": models[0], "b": models[1]}, data, measures=[], under=(), batch_size=3, **options).rows
+    (found,) = ([each.behind_low, each.behind_high] for each in rows if each.behind)
+    assert found == pytest.approx(limits if rows[1].behind else [-limits[1], -limits[0]])
 
 
 def test_a_coupled_model_has_traces_of_its_samples_in_fixed_batches() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spiritlevel import __version__
 from spiritlevel.answers.changes import Change, wanted
 from spiritlevel.answers.measuring import Progress, silent
-from spiritlevel.answers.pairing import KEEP_FUNCTION
+from spiritlevel.answers.pairing import KEEP_FUNCTION, owners_of
 from spiritlevel.answers.perturbing import floating, perturb_in
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
@@ -48,9 +48,9 @@ def rank(
     """Which of many checkpoints to take: accuracy, loss, measures, and what a change of the weights will do to each.
 
     The loss of each is compared with the lowest one, sample by sample: `Checkpoint.behind` has the paired 95% interval,
-    with `unit="token"` that for other sequences. Unless named, the measures are those of the default set that no
-    parametrisation of the same function can move, since checkpoints of one run differ in that, too. Numbers are exact
-    or estimated as the measures are, and the changes as in `perturb`.
+    with `unit="token"` that for other sequences, and for other batches where these couple their samples. Unless named,
+    the measures are those of the default set that no parametrisation of the same function can move, since checkpoints
+    of one run differ in that, too. Numbers are exact or estimated as the measures are, and the changes as in `perturb`.
 
     Args:
         models: a dict of models by name, or pairs of a name and a model, which are taken one after another and need
@@ -83,6 +83,7 @@ def rank(
     pairs = models.items() if isinstance(models, Mapping) else models
     rows: list[Checkpoint] = []
     losses: list[Tensor] = []
+    owners: Tensor | None = None
     first: Setting | None = None
     left_out: dict[str, str] = {}
     for name, model in _pairs(pairs):
@@ -109,12 +110,13 @@ def rank(
             left_out |= expensive
         except InputError as error:
             raise InputError(f"checkpoint {name!r}: {error}") from error
-        losses.append(of_owners(setting.losses, _owners(setting)))
+        losses.append(setting.losses)
+        owners = owners_of(setting)[0] if owners is None else owners
         rows.append(_row(name, setting, chosen, changes, apply, left_out))
     if first is None:
         raise InputError("rank needs at least one checkpoint, got none.")
     return Checkpoints(
-        rows=tuple(_behind(rows, losses)),
+        rows=tuple(_behind(rows, [of_owners(each, owners) for each in losses])),
         measures=tuple(each.name for each in chosen),
         changes=tuple(change.name for change in changes),
         directions={each.name: each.direction for each in chosen},
@@ -149,11 +151,6 @@ def _pairs(pairs: Any) -> Iterable[tuple[str, nn.Module]]:
         raise InputError(
             f"rank needs a dict of models by name, or pairs of a name and a model, got {type(pairs).__name__}."
         ) from error
-
-
-def _owners(setting: Setting) -> Tensor | None:
-    """The sequences to which samples belong, where these are single positions, which are not independent."""
-    return setting.margins.sample if setting.form.unit == "token" else None
 
 
 def _row(

@@ -49,13 +49,27 @@ def precision_of(*settings: Setting) -> float:
     return max(_ROUNDING.get(setting.problem.dtype, 1e-5) for setting in settings)
 
 
+def owners_of(*settings: Setting) -> tuple[Tensor | None, str]:
+    """What the samples belong to where they are not independent of each other, and what the independent units are.
+
+    Single positions belong to their sequences; samples that the loss or one of the models couples, to their batches.
+    """
+    first = settings[0]
+    if first.form.unit == "token":
+        return first.margins.sample, "sequences"
+    if any(setting.coupling for setting in settings):
+        sizes = torch.tensor([len(targets) for _, targets in first.batches])
+        return torch.arange(len(sizes)).repeat_interleave(sizes), "batches"
+    return None, "samples"
+
+
 @dataclass(frozen=True)
 class Pairing:
     """Two models on the same samples: makes the rows of their comparison, before any audit.
 
     `same` is what both give for every sample: "outputs", "probabilities" or nothing. `looks` is how many of the numbers
-    the advice looks at: a row is sure if its interval excludes 0 at that part of the chance of error. `owners` are the
-    sequences to which the samples belong where these are single positions, which are not independent.
+    the advice looks at: a row is sure if its interval excludes 0 at that part of the chance of error. `owners` are what
+    the samples belong to where they are not independent (see `owners_of`), and `units` what is.
     """
 
     a: Setting
@@ -65,6 +79,7 @@ class Pairing:
     same: str = ""
     looks: int = 1
     owners: Tensor | None = None
+    units: str = "samples"
 
     def row(self, each: Measure) -> ComparisonRow:
         """A measure of both models: paired by samples where its parts are known, else by the errors of both values."""
@@ -121,7 +136,7 @@ class Pairing:
         else:
             limits, how = self._of_quantiles(a, b, share), "bootstrap of the pairs"
         if len(a if self.owners is None else self.owners.unique()) < FEWEST:
-            how = "too few samples" if self.owners is None else "too few sequences"
+            how = f"too few {self.units}"
             found, sure, in_proportion = (math.nan, math.nan), False, False
         else:
             low, high = limits(self.level)

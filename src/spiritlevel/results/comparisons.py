@@ -27,13 +27,14 @@ class ComparisonRow(Result):
 
     `how` says where the interval comes from: "paired t", "bootstrap of the pairs", "probes"; or why there is none:
     "exact" (no error on the data given), "tolerance" (known to within that of an iteration), "lower bounds", "not
-    converged", "too few samples" or "too few sequences". `ratio` is b / a, NaN where the interval of either leaves its
-    sign open or the signs differ. `factor` is how far the audit moved this measure at the same outputs, 1 for an
-    invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure favours; "equal":
-    the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an artefact of that;
-    "no interval": there is no telling how certain the difference is; "no preference": neither direction is better;
-    "undefined". `note` says why. `sure`: whether the difference excludes 0 even at the stricter level that the advice,
-    which looks at up to three rows, needs. `decides`: whether this row is one that the advice looks at.
+    converged", "too few samples", "too few sequences" or "too few batches". `ratio` is b / a, NaN where the interval of
+    either leaves its sign open or the signs differ. `factor` is how far the audit moved this measure at the same
+    outputs, 1 for an invariant one and NaN where that is not known. Verdicts: "a" or "b", the model that the measure
+    favours; "equal": the interval holds 0; "not comparable": the parametrisation moves it, so the difference may be an
+    artefact of that; "no interval": there is no telling how certain the difference is; "no preference": neither
+    direction is better; "undefined". `note` says why. `sure`: whether the difference excludes 0 even at the stricter
+    level that the advice, which looks at up to three rows, needs. `decides`: whether this row is one that the advice
+    looks at.
     """
 
     name: str
