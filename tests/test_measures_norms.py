@@ -205,6 +205,32 @@ def test_path_norm_names_the_operation_that_it_has_no_rule_for(
         MEASURES["path_norm"](net, (normal(5, 3), torch.tensor([0, 1, 2, 0, 1])))
 
 
+OF_ONE_SHAPE = ("path_norm", "spectral_margin_mean", "spectral_margin_median")
+
+
+@pytest.mark.parametrize("name", OF_ONE_SHAPE)
+def test_the_shape_that_came_first_decides_nothing(name: str) -> None:
+    """They took the first samples for all, so that the order of the batches decided."""
+    net = randomised(Pooled(lambda h: h.mean((2, 3))))
+    small, large = labelled(net, normal(6, 2, 5, 5)), labelled(net, normal(4, 2, 8, 6))
+    for several in ([small, large], [large, small]):
+        with pytest.raises(InputError, match=r"inputs of one shape, and these have 2, from \(2, 5, 5\) to \(2, 8, 6\)"):
+            MEASURES[name](net, several)
+    whole = MEASURES[name](net, small).value
+    parts = [(small[0][:4], small[1][:4]), (small[0][:0], small[1][:0]), (small[0][4:], small[1][4:])]
+    assert close(MEASURES[name](net, parts).value, whole)
+    assert not close(MEASURES[name](net, large).value, whole)
+
+
+def test_every_other_measure_is_the_same_in_whatever_order_the_shapes_come() -> None:
+    net = randomised(Pooled(lambda h: h.mean((2, 3))))
+    small, large = labelled(net, normal(6, 2, 5, 5)), labelled(net, normal(4, 2, 8, 6))
+    by_chance = {"variance_margin", "pac_bayes_flatness", "pac_bayes_magnitude"}  # halves of classes; a rare error
+    for name in sorted(MEASURES.keys() - {*OF_ONE_SHAPE, *by_chance}):
+        one, other = (MEASURES[name](net, several).value for several in ([small, large], [large, small]))
+        assert close(one, other, 1e-6), name
+
+
 @pytest.mark.parametrize("name", ["path_norm", "spectral_margin_mean"])
 def test_norms_of_relu_nets_refuse_others(name: str) -> None:
     net = randomised(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))

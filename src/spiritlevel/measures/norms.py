@@ -17,6 +17,26 @@ from spiritlevel.transforms import Transformed
 from spiritlevel.watching.paths import Paths
 
 
+def check_one_shape(setting: Setting, what: str) -> None:
+    """Refuse data whose samples differ in shape, for what is a number of the network as a map of one space of inputs.
+
+    A convolution is another matrix for images of another size, and longer sequences have more paths.
+    """
+
+    def find() -> set[tuple[int, ...]]:
+        if setting.batches.samples is not None:  # in one tensor
+            return set()
+        pairs = (pair for pair in setting.batches if len(pair[1]) and isinstance(pair[0], Tensor))
+        return {tuple(inputs.shape[1:]) for inputs, _ in pairs}
+
+    shapes = sorted(setting.once("shapes of the inputs", find))
+    if len(shapes) > 1:
+        raise InputError(
+            f"{what} is defined for inputs of one shape, and these have {len(shapes)}, from {shapes[0]} to "
+            f"{shapes[-1]}; measure those of one shape alone."
+        )
+
+
 def _predicted_paths(setting: Setting, transformed: Transformed) -> float | None:
     """Biases are scaled with the paths that they start; a map of the inputs changes where paths start."""
     if transformed.inputs is not None or transformed.certificate.factors is None or not transformed.linear:
@@ -68,7 +88,11 @@ def _weight_norm(setting: Setting) -> Estimate:
     predict=_predicted_paths,
 )
 def _path_norm(setting: Setting) -> Estimate:
-    """Batch norm folded first; `Paths` has the rules. Max pooling passes on the largest of its sums of paths."""
+    """Batch norm folded first; `Paths` has the rules. Max pooling passes on the largest of its sums of paths.
+
+    More positions mean more paths, so inputs of several shapes have no norm in common.
+    """
+    check_one_shape(setting, "path_norm")
     folded = setting.folded
     problem = folded.problem
     inputs, _ = problem.place(*folded.batches.first(1))

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator, spectral_norm
 from spiritlevel.measures.margins import quantile
+from spiritlevel.measures.norms import check_one_shape
 from spiritlevel.measures.registry import BY_TENSOR, SCALED, register
 from spiritlevel.measures.sampling import Sampling
 from spiritlevel.measures.setting import Setting
@@ -101,8 +102,10 @@ def _path_complexity(wired: Wiring, ends: frozenset[int], norms: dict[int, tuple
 def _spectral_complexity(setting: Setting) -> Estimate:
     """R·‖X‖_F/n of the network with batch norm folded; what lies between the layers is assumed not to stretch.
 
+    A layer's matrix, and with it R, belongs to inputs of one shape.
     R grows with every ‖A_l‖_σ by a power between 0 and 1, so its relative tolerance is at most the sum of theirs.
     """
+    check_one_shape(setting, "the spectrally normalised margin")
     folded, squares = setting.folded, _square_norms(setting)
     if not folded.structure.exact:
         raise InputError(
