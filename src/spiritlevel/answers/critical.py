@@ -362,7 +362,10 @@ def _divisor(group: dict[str, Any], state: dict[str, Any], name: str) -> Tensor:
     """D, the diagonal by which Adam and RMSprop divide, as the last step left it."""
     moment = state.get("max_exp_avg_sq", state.get("exp_avg_sq", state.get("square_avg")))
     if moment is None:
-        raise InputError(f"the optimiser has made no step with the parameter {name} yet; stability needs its averages.")
+        raise InputError(
+            f"the optimiser has made no step with the parameter {name} yet, and stability needs its averages; make a "
+            "step first or, if the model does not use it, freeze it with requires_grad_(False)."
+        )
     moment, share = doubled(moment.detach()), 1.0
     if "betas" in group:
         steps = float(state["step"])
