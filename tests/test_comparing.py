@@ -326,6 +326,11 @@ def test_paired_intervals_cover_the_truth() -> None:
     assert hits >= 33  # 38 expected; fewer than 33 has a chance below 1 in 100
 
 
+def test_one_sample_has_no_interval_and_no_warning() -> None:
+    found = compare(trained(2), trained(30), points(1), measures=["margin_mean"], under="int4")
+    assert {row.verdict for row in found.rows if row.difference} == {"no interval"}
+
+
 def test_models_that_do_not_fit_are_named() -> None:
     with pytest.raises(InputError, match="model 'second': the model Linear fails on inputs"):
         compare(trained(1), nn.Linear(3, 2), points(8), names=("first", "second"))

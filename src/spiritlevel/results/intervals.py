@@ -12,7 +12,12 @@ from torch import Tensor
 
 
 def standard_error(draws: Tensor) -> Tensor:
-    """The standard error of the mean over the last dimension, even of draws so small that their squares vanish."""
+    """The standard error of the mean over the last dimension, even of draws so small that their squares vanish.
+
+    One draw has none: NaN.
+    """
+    if draws.shape[-1] < 2:
+        return draws.new_full(draws.shape[:-1], math.nan)
     scale = draws.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(draws.dtype).tiny)
     return (draws / scale).std(-1) * scale.squeeze(-1) / math.sqrt(draws.shape[-1])
 
