@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import spiritlevel as sl
 from spiritlevel.binding.losses import aceht, confidence_gap
 from spiritlevel.errors import InputError
+from spiritlevel.measures import MEASURES, Setting
 from spiritlevel.results import Margins
 from spiritlevel.samples.margins import (
     margin_bound,
@@ -557,3 +558,132 @@ def test_distances_of_a_model_without_a_backward_pass_are_refused_in_a_sentence(
 
     with pytest.raises(InputError, match="cannot be differentiated with respect to the inputs: one of the variables"):
         margins(Overwrites(), (torch.randn(6, 4), torch.arange(6) % 3), distance=2)
+
+
+# ---------------------------------------------------------------- points of single positions
+
+
+class Tagger(nn.Module):
+    """Classes at every position of a sequence from what came before it."""
+
+    def __init__(self, last: int = -1) -> None:
+        super().__init__()
+        self.body, self.head, self.last = nn.Linear(3, 5), nn.Linear(5, 4), last
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x).cumsum(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(x)).movedim(-1, self.last)
+
+
+class Segmenter(nn.Module):
+    """Classes at every pixel; as many channels as an image is high and wide, so that shapes alone say nothing."""
+
+    def __init__(self, kernel: int = 1) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(2, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, 3, kernel, padding=kernel // 2)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return torch.relu(self.body(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(x))
+
+
+def tagged(count: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tags = torch.randint(-1, 4, (count, length), generator=generator)
+    tags[:, 0] = 1
+    return torch.randn(count, length, 3, generator=generator, dtype=torch.float64), tags.masked_fill(tags < 0, -100)
+
+
+def segmented(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 2, 4, 4, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (count, 4, 4), generator=generator)
+
+
+def as_rows(model: Tagger | Segmenter, batches: list[tuple[Tensor, Tensor]]) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """A twin: the last layer behind an identity, on what it reads at every position that counts, without sequences."""
+    rows, labels = [], []
+    for x, y in batches:
+        hidden = model.hidden(x).detach()
+        rows.append((hidden if isinstance(model, Tagger) else hidden.movedim(1, -1))[y != -100])
+        labels.append(y[y != -100])
+    head = nn.Linear(rows[0].shape[1], model.head.weight.shape[0]).double()
+    identity = nn.Linear(rows[0].shape[1], rows[0].shape[1], bias=False).double()
+    with torch.no_grad():
+        head.weight.copy_(model.head.weight.reshape(head.weight.shape))
+        head.bias.copy_(model.head.bias)
+        nn.init.eye_(identity.weight)
+    return nn.Sequential(identity, head), (torch.cat(rows), torch.cat(labels))
+
+
+POSITIONS: dict[str, tuple[Tagger | Segmenter, list[tuple[Tensor, Tensor]], str]] = {
+    "sequences": (Tagger(), [tagged(6, 7, 0)], "token_cross_entropy"),
+    "ragged sequences": (Tagger(), [tagged(6, 4, 0), tagged(5, 9, 1)], "token_cross_entropy"),
+    "classes first": (Tagger(1), [tagged(6, 7, 0)], "cross_entropy"),
+    "images": (Segmenter(), [segmented(5)], "cross_entropy"),
+}
+
+
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_points_of_positions_are_those_without_their_sequences(name: str, size: int | None) -> None:
+    """Their spread was that of whole sequences, padding included, and NaN where sequences differ in length."""
+    model, batches, loss = POSITIONS[name]
+    model = model.double()
+    twin, rows = as_rows(model, batches)
+    wanted = margins(twin, rows, distance=2, layer="0")
+    setting = Setting(model, batches, loss=loss, unit="token", batch_size=size)
+    found = setting.hidden
+    assert len(found) == len(wanted)
+    torch.testing.assert_close(found.distance, wanted.distance, rtol=1e-10, atol=1e-12)
+    centred = rows[0] - rows[0].mean(0)
+    assert found.spread == pytest.approx(math.sqrt(float(centred.square().sum(1).mean())), rel=1e-12)
+    assert found.spread == pytest.approx(wanted.spread, rel=1e-12)
+    for measure in ("hidden_margin_median", "hidden_margin_q1", "hidden_margin_high_fence", "variance_margin"):
+        value = MEASURES[measure].attempt(setting)
+        assert float(value) == pytest.approx(MEASURES[measure](twin, rows).value, rel=1e-9), measure
+
+
+def test_padding_has_no_say_in_the_spread_of_positions() -> None:
+    model = Tagger().double()
+    x, y = tagged(6, 7, 0)
+    padded = torch.cat([x, 100 * torch.ones(6, 4, 3).double()], 1), torch.cat([y, torch.full((6, 4), -100)], 1)
+    for name in ("hidden_margin_median", "variance_margin"):
+        found = [
+            MEASURES[name](model, data, loss="token_cross_entropy", unit="token").value for data in ((x, y), padded)
+        ]
+        assert found[0] == pytest.approx(found[1], rel=1e-10)
+
+
+def test_positions_that_read_each_other_have_no_spread() -> None:
+    before = margins(
+        Tagger().double(), tagged(6, 7, 0), loss="token_cross_entropy", unit="token", distance=2, layer="body"
+    )
+    assert math.isnan(before.spread)
+    assert before.distance is not None
+    assert bool(before.distance.isfinite().all())
+    wide = Segmenter(kernel=3).double()
+    for name in ("hidden_margin_median", "variance_margin"):
+        with pytest.raises(InputError, match="the outputs at a position read other places of the last layer's input"):
+            MEASURES[name](wide, segmented(5), unit="token")
+
+
+def test_hidden_margins_need_one_space_and_some_spread() -> None:
+    whole = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), Mean()).double()
+    batches = [(torch.randn(6, 2, size, size).double(), torch.arange(6) % 3) for size in (5, 7)]
+    for name in ("hidden_margin_median", "variance_margin"):
+        with pytest.raises(InputError, match="the inputs of the last layer differ in shape from sample to sample"):
+            MEASURES[name](whole, batches)
+    x, y = batches[0]
+    with pytest.raises(InputError, match="all samples are the same to the last layer"):
+        MEASURES["hidden_margin_median"](whole, (x[:1].expand_as(x), y))
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))

@@ -15,7 +15,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.measures.registry import BY_TENSOR, SAME, SCALED, Compute, register
 from spiritlevel.measures.sampling import mean_of, not_known, quantile_of, recomputed
 from spiritlevel.measures.setting import Setting
-from spiritlevel.results import Estimate
+from spiritlevel.results import Estimate, Margins
 from spiritlevel.samples.margins import margin_bound, printed_margin_bound
 from spiritlevel.statistics.correlation import skewness
 from spiritlevel.transforms import Transformed
@@ -182,10 +182,28 @@ register(
 )(functools.partial(_distance, norm="inf"))
 
 
+def check_one_space(found: Margins) -> None:
+    """Refuse hidden margins of points that have no space, and with it no spread, in common."""
+    if not math.isnan(found.spread):
+        return
+    if found.unit == "token":
+        raise InputError(
+            "the outputs at a position read other places of the last layer's input too, so positions have no points "
+            "there whose spread could be the unit; `sl.margins` with distance=2 and layer= gives the distances alone."
+        )
+    raise InputError(
+        "the inputs of the last layer differ in shape from sample to sample, so they have no spread that could be the "
+        "unit; measure the samples of one shape alone."
+    )
+
+
 def _hidden(setting: Setting, lower: float, upper: float) -> Estimate:
     """lower·Q1 + upper·Q3 of the hidden margins, or their median where both are 0."""
     found = setting.hidden
     assert found.distance is not None
+    check_one_space(found)
+    if found.spread == 0:
+        raise InputError("all samples are the same to the last layer, so they have no spread that could be the unit.")
     values = found.distance / found.spread
     if lower == upper == 0:
         return Estimate(quantile(0.5)(values), seed=setting.seed)

@@ -39,6 +39,7 @@ from spiritlevel.watching.layers import LAYERS, Call, Tapped, layer_calls
 from spiritlevel.watching.structure import Structure, analyse, joined
 
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
+HIDDEN = "input_of_last_layer"  # what `Tapped` calls that place
 _BATCH = 500  # samples that a perturbed network sees at once
 _LOSSES = 2**22  # losses of all samples at several points, held at once
 
@@ -371,7 +372,7 @@ class Setting(Context):
     @functools.cached_property
     def hidden(self) -> Margins:
         """Distances at the input of the last layer."""
-        return margins_in(self.tapped, distance=2, layer="input_of_last_layer")
+        return margins_in(self.tapped, distance=2, layer=HIDDEN)
 
     @functools.cached_property
     def classes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -9,11 +11,13 @@ from scipy.spatial.distance import cdist
 from torch import Tensor, nn
 
 from spiritlevel.errors import InputError
-from spiritlevel.measures.margins import quantile
+from spiritlevel.measures.margins import check_one_space, quantile
 from spiritlevel.measures.registry import BY_TENSOR, SCALED, register
 from spiritlevel.measures.sampling import not_known
-from spiritlevel.measures.setting import Setting
+from spiritlevel.measures.setting import HIDDEN, Setting
 from spiritlevel.results import Estimate
+from spiritlevel.samples.distances import own
+from spiritlevel.samples.margins import layout_in
 
 SPLITS = 8  # random splits of every class
 LARGEST = 256  # samples in one half; the optimal pairing of n takes n³
@@ -28,17 +32,22 @@ def half_distance(points: np.ndarray, generator: np.random.Generator) -> float:
 
 
 def _features(setting: Setting) -> tuple[Tensor, Tensor]:
-    """What the last layer reads for every sample, (N, d), and the labels."""
+    """What the last layer reads for every sample, (N, d), for a position at its own place, and the labels."""
     tapped = setting.tapped
+    layout = layout_in(tapped, HIDDEN)
     rows, labels = [], []
+    batch: list[Any] = []
 
     def keep(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-        rows.append(output.detach().flatten(1).double().cpu())
+        found = own(output.detach(), batch[-1], layout)
+        assert found is not None  # as when the distances were measured
+        rows.append(found.double().cpu())
 
-    handle = tapped.model.get_submodule("input_of_last_layer").register_forward_hook(keep)
+    handle = tapped.model.get_submodule(HIDDEN).register_forward_hook(keep)
     try:
         with tapped.problem.active(), torch.no_grad():
             for inputs, targets in tapped.each():
+                batch[:] = [inputs]
                 tapped.problem.outputs(tapped.problem.params, inputs)
                 labels.append(targets.cpu())
     finally:
@@ -63,6 +72,7 @@ def _variance_margin(setting: Setting) -> Estimate:
     """The margin function has Lipschitz constant 1 in h, as the least of signed distances to half-spaces."""
     found = setting.hidden
     assert found.distance is not None
+    check_one_space(found)
     features, labels = _features(setting)
     if labels.ndim != 1 or labels.is_floating_point():
         raise InputError("splitting classes into halves needs one class for each sample.")

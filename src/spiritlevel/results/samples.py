@@ -147,7 +147,9 @@ class Margins(Table):
     softmax probabilities (γ), `softmax_gap` = 1−γ² computed without cancellation, `correct` whether the label's output
     is strictly the largest. `targets` are the labels, 0 and 1 for a single logit. `distance` is the signed linearised
     distance to the decision boundary, if that was asked for, in the space `layer` (the input where empty) and the norm
-    `norm`; `spread` is the root of the total variance of the points in that space, a unit for such distances.
+    `norm`; `spread` is the root of the total variance of the points in that space, a unit for such distances. With
+    `unit` "token" these are the points that `layer` holds at the positions themselves; it is NaN where a position's
+    outputs read other places of it too, or where samples differ in shape there.
 
     A sample that decides more than once, at every position or for every label, has the *mean* of its margins, is
     `correct` if all its `decisions` are, and `right` is the share of those that are; it has no label (-1). With `unit`

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spiritlevel.binding.losses import Unit
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError, first_line, unknown_name
 
+_ROUNDING = 1e-14  # of a mean in float64
 _DUAL = {"2": 2.0, "inf": 1.0}  # norm of the distance: norm of the gradient
 
 
@@ -72,8 +75,18 @@ def linearised(problem: Problem, inputs: Any, layer: str | None) -> tuple[Tensor
     return outputs, points
 
 
-def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, start: int) -> Tensor:
-    """The least (φ_y−φ_j)/‖∇(φ_y−φ_j)‖ over j≠y, by one backward pass for each of the C−1 other classes."""
+def distances(
+    outputs: Tensor,
+    labels: Tensor,
+    points: list[Tensor],
+    norm: str,
+    start: int,
+    watch: Callable[[list[Tensor]], None] = lambda gradients: None,
+) -> Tensor:
+    """The least (φ_y−φ_j)/‖∇(φ_y−φ_j)‖ over j≠y, by one backward pass for each of the C−1 other classes.
+
+    `watch` is given the gradients of each.
+    """
     count, classes = outputs.shape
     logits, label, dual = outputs.detach().double(), labels[:, None], _DUAL[norm]
     nearest = torch.full((count,), math.inf, dtype=torch.float64, device=outputs.device)
@@ -92,6 +105,7 @@ def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, 
                     f"the outputs cannot be differentiated with respect to the inputs: {first_line(error)}; write that "
                     "part of the model in other operations, or leave out distance=."
                 ) from error
+            watch(list(gradients))
             norms = [
                 torch.linalg.vector_norm(gradient.reshape(count, -1), dual, dim=1, dtype=torch.float64)
                 for gradient in gradients
@@ -105,6 +119,64 @@ def distances(outputs: Tensor, labels: Tensor, points: list[Tensor], norm: str, 
     return nearest
 
 
+WHOLE, LEADING, TRAILING = "whole", "places in front", "places behind"  # where the places of a sequence stand
+
+
+def layouts(units: bool) -> tuple[str, ...]:
+    """The ways in which a layer may hold the points of samples, or of single positions."""
+    return (LEADING, TRAILING) if units else (WHOLE,)
+
+
+def own(point: Tensor, inputs: Any, layout: str) -> Tensor | None:
+    """What a layer holds for every sample, (M, d); for units, at their own places, if it has these in that layout."""
+    if layout == WHOLE or not isinstance(inputs, Unit):
+        return point.flatten(1) if point.ndim > 1 else point[:, None]
+    shape, sides = point.shape[1:], len(inputs.positions)
+    if (shape[:sides] if layout == LEADING else shape[len(shape) - sides :]) != inputs.positions:
+        return None
+    count, length = len(point), math.prod(inputs.positions)
+    rows = point.reshape(count, length, -1) if layout == LEADING else point.reshape(count, -1, length).transpose(1, 2)
+    return rows[torch.arange(count, device=point.device), inputs.place.to(point.device)]
+
+
+class Spreads:
+    """The total variance of the points over all batches: of samples, or of single positions in their own places.
+
+    A position's outputs may depend on all of its sequence. What they read of a layer is its point there; only if that
+    is nothing but what the layer holds at the same place, whichever of the layer's dimensions are places, do points of
+    all positions lie in one space, and only then do they have a spread: that of the same points without their
+    sequences. Else it is NaN.
+    """
+
+    def __init__(self, units: bool) -> None:
+        self.of = {layout: Spread() for layout in layouts(units)}
+        self.lost: set[str] = set()
+
+    def update(self, points: list[Tensor], inputs: Any) -> None:
+        """Take in the points of the next batch."""
+        for layout, spread in self.of.items():
+            alone = layout == WHOLE or len(points) == 1
+            found = [own(point.detach(), inputs, layout) for point in points] if alone else [None]
+            parts = [part for part in found if part is not None]
+            if len(parts) < len(found):
+                self.lost.add(layout)
+            else:
+                spread.update(parts)
+
+    def watch(self, gradients: list[Tensor], inputs: Any) -> None:
+        """Rule out the layouts in which a unit's outputs read other places than its own."""
+        for layout in self.of.keys() - self.lost - {WHOLE}:
+            part = own(gradients[0], inputs, layout)
+            if part is None or int(gradients[0].count_nonzero()) != int(part.count_nonzero()):
+                self.lost.add(layout)
+
+    def over(self, ranks: Ranks) -> tuple[str, float]:
+        """The layout that is left, and the root of the total variance there, of all ranks together."""
+        left = [layout for layout in self.of if ranks.least(int(layout not in self.lost))]
+        layout = left[0] if left else ""
+        return layout, self.of[layout].over(ranks).root() if left else math.nan
+
+
 class Spread:
     """The total variance of the points over all batches: means and squared deviations, merged (Chan et al. 1979)."""
 
@@ -115,7 +187,7 @@ class Spread:
         if not points:
             return
         count = len(points[0])
-        flat = torch.cat([point.detach().reshape(count, -1) for point in points], 1)
+        flat = torch.cat([point.reshape(count, -1) for point in points], 1)
         if self.count and flat.shape[1] != self.mean.numel():
             self.squares = math.nan  # the space is not the same for all batches
             return
@@ -147,4 +219,8 @@ class Spread:
         return total
 
     def root(self) -> float:
-        return math.sqrt(self.squares / self.count) if self.count else math.nan
+        """The root of the total variance; 0 where it is nothing but the rounding of the mean."""
+        if not self.count:
+            return math.nan
+        found = math.sqrt(self.squares / self.count)
+        return 0.0 if found <= _ROUNDING * float(self.mean.norm()) else found

@@ -6,6 +6,7 @@ scalars are float64 and free of cancellation, for correct and misclassified poin
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.results import Margins
-from spiritlevel.samples.distances import Spread, distances, linearised, norm_of
+from spiritlevel.samples.distances import Spreads, distances, linearised, norm_of
 from spiritlevel.watching.derivatives import check_derivatives, check_input_derivatives
 
 # ---------------------------------------------------------------- margins of given logits
@@ -191,8 +192,9 @@ def margins(
 
     `distance=2` or `"inf"` adds, in that norm, min over *all* other classes j of (φ_y−φ_j)/‖∇(φ_y−φ_j)‖, the gradient
     in the dual norm: the distance to the boundary of the linearised network, negative for misclassified points. The
-    space is that of the floating-point inputs, or of the output of the module named `layer`. Exact for networks that
-    are affine from there on. Where the gradient is zero, no boundary is in sight: ±inf with the sign of φ_y−φ_j.
+    space is that of the floating-point inputs, or of the output of the module named `layer`; with `unit="token"` that
+    of the whole sequence, in which a position's outputs may read all places. Exact for networks that are affine from
+    there on. Where the gradient is zero, no boundary is in sight: ±inf with the sign of φ_y−φ_j.
 
     `group`: a `torch.distributed` group; every rank passes the same model and data, takes its share of the batches, and
     returns the whole result. `None` never communicates.
@@ -253,6 +255,9 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         side_by_side(found.each(batches), found.begin, parts.append, at_a_time(problem.device) if norm else 1)
     ranks.same((found.sizes, str(found.fingerprint)), "their data or batches")
     several = ranks.least(0 if found.several else 1) == 0
+    layout, spread = found.spreads.over(ranks) if norm else ("", math.nan)
+    if norm:
+        context.once(_layout_of(layer), lambda: layout)
     columns = ranks.joined(parts, sum(found.sizes), _COLUMNS + bool(norm)).T.contiguous()
     signed, softmax, gap, labels, right, made, *rest = columns
     return Margins(
@@ -265,7 +270,7 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         distance=rest[0] if norm else None,
         norm=norm,
         layer=layer or "",
-        spread=found.spread.over(ranks).root() if norm else math.nan,
+        spread=spread,
         fingerprint=str(found.fingerprint),
         **found.fingerprint.places,
         right=right if several else None,
@@ -273,6 +278,15 @@ def margins_in(context: Context, *, distance: int | float | str | None = None, l
         unit=form.unit,
         notes=(*context.notes, why) if why else context.notes,
     )
+
+
+def layout_in(context: Context, layer: str) -> str:
+    """How that layer holds the points of samples or positions, once `margins_in` has measured distances there."""
+    return context.once(_layout_of(layer), lambda: "")
+
+
+def _layout_of(layer: str | None) -> tuple[str, str | None]:
+    return "layout of points at", layer
 
 
 def _check_distances(context: Context) -> None:
@@ -301,7 +315,10 @@ class _Pass:
     """Whether a sample makes several decisions."""
     sizes: list[int] = field(default_factory=list)
     fingerprint: Fingerprint = field(default_factory=Fingerprint)
-    spread: Spread = field(default_factory=Spread)
+    spreads: Spreads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spreads = Spreads(self.context.form.unit == "token")
 
     def each(self, batches: Batches) -> Iterator[tuple[int, Any, Tensor]]:
         """The batches of this rank, each with the number of its first sample."""
@@ -341,13 +358,14 @@ class _Pass:
                 "a distance needs one decision for each sample, but here a sample makes one at every position or for "
                 "every label; measure single positions with unit='token', or leave out distance=."
             )
-        self.spread.update(points)
+        self.spreads.update(points, inputs)
 
         def rest() -> tuple[int, Tensor]:
             part = _of_rows(found, self.units)
             if self.norm:
                 assert isinstance(found.logits, Tensor)
-                distance = distances(found.logits, found.labels, points, self.norm, start)
+                watch = functools.partial(self.spreads.watch, inputs=inputs)
+                distance = distances(found.logits, found.labels, points, self.norm, start, watch)
                 part = torch.cat([part, distance[:, None]], 1)
             return start, part.cpu()
 
