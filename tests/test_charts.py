@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,22 @@ def test_every_chart_draws_in_both_themes(name: str) -> None:
     assert charts.theme(dark=True)["background"] in dark
     for colour in ("#1f2933", "#52606d"):  # ink of the light theme would be lost on dark ground
         assert colour not in dark
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 4, 7, 12])
+def test_an_axis_of_whole_numbers_has_no_fractions(last: int) -> None:
+    steps = list(range(1, last + 1))
+    drawn = charts.svg(charts.lines({"checkpoint": steps, "loss": [1 / k for k in steps]}, "checkpoint", "loss"))
+    across = drawn[drawn.index("X-axis") : drawn.index("Y-axis")]
+    labels = re.findall(r">([\d.]+)</text>", across)
+    assert labels
+    assert all(label.isdigit() for label in labels)
+
+
+def test_the_axis_of_bars_leaves_room_for_the_number_beside_the_longest() -> None:
+    spec = charts.bars({"layer": ["1", "2"], "share": [36.5, 5.0]}, "layer", "share").to_dict()
+    assert spec["layer"][0]["encoding"]["x"]["scale"]["domainMax"] > 1.1 * 36.5
+    assert charts.bars({"layer": ["1"], "share": [0.0]}, "layer", "share").to_dict()["layer"]
 
 
 def test_every_public_chart_is_drawn_above() -> None:

@@ -62,7 +62,18 @@ def axis_of(channel: Any, field: str, data: Columns, name: str, *, log: bool, ze
     if kind == "nominal":
         return channel(field, type=kind, title=name, sort=None, axis=alt.Axis(labelAngle=0), **more)
     scale = alt.Scale(type="log", nice=False) if log else alt.Scale(zero=zero)
-    return channel(field, type=kind, title=name, scale=scale, axis=DECADES if log else NUMBERS, **more)
+    axis = DECADES if log else _linear(plain_values(data[name]))
+    return channel(field, type=kind, title=name, scale=scale, axis=axis, **more)
+
+
+def _linear(values: list[Any]) -> alt.Axis:
+    """An axis of numbers; if all are whole, so are its ticks: there is no checkpoint 1.2."""
+    if not values or not all(isinstance(value, int) for value in values):
+        return NUMBERS
+    low, high = min(values), max(values)
+    if high - low < 3:  # Vega's smallest step lets halves through
+        return alt.Axis(labelExpr=LABEL, values=list(range(low, high + 1)))
+    return alt.Axis(labelExpr=LABEL, tickMinStep=1)
 
 
 def tooltip_of(data: Columns, **fields: str | None) -> list[alt.Tooltip]:

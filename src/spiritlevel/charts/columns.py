@@ -236,6 +236,9 @@ def distribution(values: Any, name: str, *, bins: int = 40, skewness: float | No
 _BOX = {"low": "lower whisker", "quarter": "quartile", "median": "median", "three": "third quartile", "high": "whisker"}
 
 
+_BESIDE = 1.15  # how much longer than the longest bar an axis is, for the number beside it
+
+
 def bars(
     data: Columns,
     name: str,
@@ -253,7 +256,9 @@ def bars(
     rows = table_of(data, name=name, value=value, low=low, high=high)
     last, least = "value" if high is None else "high", 1.0 if log else 0.0  # numbers stand beside bars, never inside
     rows = [{**row, "end": None if row[last] is None else max(least, row[last])} for row in rows]
-    across = alt.X("value:Q", title=value, axis=NUMBERS, scale=alt.Scale(type="log") if log else alt.Undefined)
+    furthest = max((row["end"] for row in rows if row["end"] is not None), default=0.0)
+    beyond = alt.Scale(domainMax=_BESIDE * furthest) if furthest > 0 else alt.Undefined  # on a narrow page, too
+    across = alt.X("value:Q", title=value, axis=NUMBERS, scale=alt.Scale(type="log") if log else beyond)
     axis = alt.Axis(labelLimit=380 if log else 180, labelOverlap=False, labelPadding=6)  # clear of bars to the left
     base = chart_of(rows).encode(
         y=alt.Y("name:N", title=None, sort=None, axis=axis),

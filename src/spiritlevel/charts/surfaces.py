@@ -73,7 +73,7 @@ def contours(
     vertical = alt.Y("y:Q", title=names[1], scale=alt.Scale(zero=False, nice=False), axis=NUMBERS)
     shared: dict[str, Any] = {"domain": list(domain)} if domain else {}
     scale = alt.Scale(type="log" if log else "linear", scheme="viridis", **shared)
-    legend = alt.Legend(labelExpr=LABEL.replace(".6~r", ".3~r"), gradientLength=200)
+    legend = alt.Legend(labelExpr=LABEL.replace(".6~r", ".3~r"), gradientLength=200, labelSeparation=6)
     surface = (
         chart_of(cells)
         .mark_rect(strokeWidth=0)
