@@ -337,14 +337,16 @@ def test_the_command_shows_a_table_and_writes_json_and_html(
     found = json.loads(text.read_text(encoding="utf-8"))
     assert [record["id"] for record in found["claims"]] == [claim.id for claim in claims.select("B")]
     assert all(record["id"] in shown and record["id"] in page.read_text(encoding="utf-8") for record in found["claims"])
-    assert f"{len(found['claims'])} claims, seed 1:" in shown
+    assert f"{len(found['claims'])} claims, seed 1: 24 hold, 1 holds under conditions, 1 misprint." in shown
     assert found["seed"] == 1
     assert sum(found["verdicts"].values()) == len(found["claims"])
 
 
 def test_the_command_tells_the_story_of_one_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["claims", "--id", "c-4-softmax"]) == 0
-    assert "C-4-softmax: holds" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "C-4-softmax: holds"
+    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize(

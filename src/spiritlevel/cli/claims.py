@@ -46,7 +46,7 @@ class Claims(Seeded):
             rulings = claims.run(paper=self.paper, id=self.id, seed=self.seed, progress=progress)
         records = [ruling.record() for ruling in rulings]
         if self.id is not None:
-            print(*(show.story(record) for record in records), sep="\n")
+            Console().print(Text("\n".join(show.story(record) for record in records)))
         else:
             table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
             table.add_column("claim", no_wrap=True)

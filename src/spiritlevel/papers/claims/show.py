@@ -80,9 +80,16 @@ def story(record: Record) -> str:
 
 
 def counts(records: Iterable[Record]) -> str:
-    """`12 holds, 3 misprint`, in the order of `Verdict`."""
+    """`12 hold, 3 misprints`, in the order of `Verdict`."""
     found = [record["verdict"] for record in records]
-    return ", ".join(f"{found.count(verdict)} {verdict}" for verdict in Verdict if verdict in found)
+    return ", ".join(_several(found.count(verdict), verdict) for verdict in Verdict if verdict in found)
+
+
+_PLURALS = {Verdict.HOLDS: "hold", Verdict.CONDITIONS: "hold under conditions", Verdict.MISPRINT: "misprints"}
+
+
+def _several(count: int, verdict: Verdict) -> str:
+    return f"{count} {verdict if count == 1 else _PLURALS.get(verdict, verdict)}"
 
 
 def kinds(records: Iterable[Record]) -> str:
