@@ -647,6 +647,9 @@ def test_options_of_a_figure_that_contradict_are_refused(folder: Path, capsys: p
     assert "--to and --along each choose the directions" in capsys.readouterr().err
     assert cli.main(["plot", "landscape", *on, "--directions", "random", *both[2:]]) == 2
     assert "--directions and --along each choose the directions" in capsys.readouterr().err
+    for kind in ("audit", "layers"):
+        assert cli.main(["plot", kind, *on, "--beside", both[1]]) == 2
+        assert f"--beside puts two on one scale, and {kind} draws one at a time" in capsys.readouterr().err
     assert cli.main(["plot", "landscape", *on, *both[:2], "--dimensions", "2"]) == 2
     assert "--to draws a line, so it does not go with --dimensions 2" in capsys.readouterr().err
     for plane in (["--dimensions", "2"], both[2:]):

@@ -65,7 +65,7 @@ class Plot(OnData):
     no_titles: Annotated[bool, optional()] = False
     """Leave out headings and the notes below them, for a figure that has a caption."""
     directions: Annotated[str | None, optional("eigenvectors|random")] = None
-    """For a landscape: the Hessian's eigenvectors, unless given, or random directions with normalised filters."""
+    """For a landscape: the Hessian's eigenvectors (the default), or random directions with normalised filters."""
     to: Annotated[Path | None, optional("WEIGHTS")] = None
     """For a landscape: follow the straight line to this checkpoint of the same model instead."""
     along: Annotated[
@@ -139,6 +139,8 @@ class Plot(OnData):
         for name, kinds in _FIGURES.items():
             if self._given(name) and self.kind not in kinds:
                 raise InputError(f"--{name} belongs to {' and '.join(kinds)}, not to {self.kind}; leave it out.")
+        if self.beside is not None and self.kind in ("audit", "layers"):
+            raise InputError(f"--beside puts two on one scale, and {self.kind} draws one at a time; leave it out.")
         ways = [f"--{name}" for name in ("directions", "to", "along") if self._given(name)]
         if len(ways) > 1:
             raise InputError(
