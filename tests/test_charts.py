@@ -315,3 +315,23 @@ def test_contours_of_heights_near_the_largest_float() -> None:
 
     for huge, plain in zip(lines(1e308), lines(1.0), strict=True):
         assert huge == pytest.approx(plain)
+
+
+def test_contours_pass_over_places_without_a_finite_height() -> None:
+    """One infinite loss, far out, took all lines away and printed warnings, which are errors here."""
+    line = [0.0, 1.0, 2.0, 3.0]
+    whole = [[1.0 + x + y for y in line] for x in line]
+    holes = [row.copy() for row in whole]
+    holes[3][3], holes[0][3] = math.inf, math.nan
+
+    def drawn(heights: list[list[float]]) -> list[Any]:
+        chart = charts.contours(line, line, heights, names=("x", "y", "z"), log=True, domain=(1.0, 7.0)).to_dict()
+        return [row for rows in chart["datasets"].values() for row in rows if "value" not in row]
+
+    free = [row for row in drawn(whole) if max(row["x"], row["x2"]) < 2 and max(row["y"], row["y2"]) < 2]
+    assert len(free) > 10
+    assert all(row in drawn(holes) for row in free)
+    chart = charts.contours(line, line, holes, names=("x", "y", "z")).to_dict()
+    assert any("value" not in rows[0] for rows in chart["datasets"].values())
+    with pytest.raises(InputError, match="contours needs values that are finite numbers"):
+        charts.contours(line, line, [[math.nan] * 4] * 4, names=("x", "y", "z"))

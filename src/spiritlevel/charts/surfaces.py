@@ -48,7 +48,10 @@ def contours(
     across, up = np.asarray(plain_values(x), dtype=float), np.asarray(plain_values(y), dtype=float)
     if heights.shape != (len(across), len(up)):
         raise InputError(f"contours needs {len(across)} x {len(up)} values, got an array of shape {heights.shape}.")
-    low, high = domain or (float(np.nanmin(heights)), float(np.nanmax(heights)))
+    finite = heights[np.isfinite(heights)]
+    if not len(finite):
+        raise InputError("contours needs values that are finite numbers, got none.")
+    low, high = domain or (float(finite.min()), float(finite.max()))
     log = log and low > 0
     scaled = np.log10(heights) if log else heights
     known = np.pad(np.isfinite(heights), (0, 1))
