@@ -440,6 +440,8 @@ def test_audit_shows_what_stays(own: Path, capsys: pytest.CaptureFixture[str], m
     args = ["audit", "net.py:small", "--weights", "late.safetensors", "--data", "test.npz", "--samples", "50"]
     assert cli.main([*args, "--measures", "trace,path_norm", "--transforms", "rescale_layers"]) == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("net.py:small (late.safetensors): ")  # as measure heads its table
+    assert "parameters, 50 of 360 samples" in shown
     assert "trace can be moved at least" in shown
     assert any(line.split()[:1] == ["path_norm"] and line.split()[-1] == "=" for line in shown.splitlines())
 

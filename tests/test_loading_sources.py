@@ -310,6 +310,11 @@ def test_a_table_from_the_command_line(folder: Path, capsys: pytest.CaptureFixtu
     assert first.startswith("It classifies")
     assert weights.startswith("Weights: as own.py:Mixed built them")
     assert target.startswith("target species (")
+    for command in (["audit", "own.py:Mixed"], ["compare", "own.py:Mixed", "own.py:Mixed"]):
+        assert cli.main([*command, "--data", "penguins.csv", "--target", "species", "--measures", "weight_norm"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert "('Biscoe' 0," in " ".join(lines)
+        assert max(len(line) for line in lines if "codes" in line) <= 80  # how a table was read is no table
     expected = sl.trace(load_model("own.py:Mixed"), load_samples("penguins.csv", target="species").data)
     assert report["rows"][0]["value"]["value"] == pytest.approx(float(expected.value))
 

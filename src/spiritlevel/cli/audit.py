@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar, tell
+from spiritlevel.cli.base import Outcome, ProgressBar, tell_notes
 from spiritlevel.cli.measure import OnData
 from spiritlevel.cli.parsing import listed, optional
 
@@ -54,8 +54,8 @@ class Audit(OnData):
                 seed=self.seed,
                 **reading,
             )
-        tell(f"{self.model}: {found.parameters:,} parameters, {found.samples:,} of {population:,} samples")
-        for note in filter(None, [about, *samples.notes]):
-            tell(note)
+        name = self.model if self.weights is None else f"{self.model} ({self.weights.name})"
+        few = f"all {population:,}" if found.samples == population else f"{found.samples:,} of {population:,}"
+        tell_notes([f"{name}: {found.parameters:,} parameters, {few} samples", about, *samples.notes])
         show_audit(found)
         return Outcome({"audit": found.to_dict()})

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
@@ -144,6 +144,13 @@ def say(sentence: str) -> None:
 def tell(line: str) -> None:
     """A line on standard output that holds names from elsewhere: no terminal obeys anything in them."""
     print(printable(line))
+
+
+def tell_notes(notes: Iterable[str]) -> None:
+    """Sentences on standard output, broken between words; each once, and none that is empty."""
+    to = console()
+    for note in filter(None, dict.fromkeys(notes)):
+        to.print(note, markup=False)
 
 
 def console() -> Console:

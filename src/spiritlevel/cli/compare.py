@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from spiritlevel.cli.base import Outcome, ProgressBar, check_folder, tell
+from spiritlevel.cli.base import Outcome, ProgressBar, check_folder, tell, tell_notes
 from spiritlevel.cli.measure import OnData, shown_in_any_case, write_run
 from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
@@ -82,8 +82,7 @@ class Compare(OnData):
             if self.out is not None:
                 progress("writing the page", 0, 0)
                 write_run(comparison, self.out)
-        for note in filter(None, dict.fromkeys(notes)):
-            tell(note)
+        tell_notes(notes)
         if self.out is not None:
             tell(f"The page: {self.out / 'report.html'}")
         return Outcome({"comparison": comparison.to_dict()})
