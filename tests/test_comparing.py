@@ -59,7 +59,7 @@ def test_no_advice_says_why_rows_that_favour_a_model_are_no_reason() -> None:
     nothing = "These samples give no reason to trust one of the two models more than the other"
     assert advise(rows, {}, sides)[0] == f"{nothing}."
     rows[at["margin_mean"]] = dataclasses.replace(rows[at["margin_mean"]], verdict="b")
-    assert advise(rows, {}, sides)[0] == f"{nothing}; only accuracy, input_distance and loss decide about that."
+    assert advise(rows, {}, sides)[0] == f"{nothing}; only accuracy, input_distance and loss decide that."
     rows[at["loss"]] = dataclasses.replace(rows[at["loss"]], verdict="b")
     assert advise(rows, {}, sides)[0] == f"{nothing}; loss favours late at 95%, but 3 rows decide, each at 98.3%."
 

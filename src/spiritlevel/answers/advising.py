@@ -55,9 +55,7 @@ def _not_sure(rows: Sequence[ComparisonRow], sides: Sides) -> str:
         return f"; {' and '.join(near)} at {sides.level:.0%}, but {len(looked)} rows decide, each at {needed:.1%}"
     if looked and any(row.verdict in ("a", "b") for row in rows):
         *first, last = sorted(row.name for row in looked)
-        return (
-            f"; only {', '.join(first)} and {last} decide about that" if first else f"; only {last} decides about that"
-        )
+        return f"; only {', '.join(first)} and {last} decide that" if first else f"; only {last} decides that"
     return ""
 
 

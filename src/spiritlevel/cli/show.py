@@ -151,7 +151,7 @@ def show_perturbation(found: Perturbation) -> None:
         if ranks:
             said = ", ".join(f"{PREDICTORS[name]} {value:.2f}" for name, value in ranks.items())
             console.print(f"rank correlation with measured: {said}", style="dim", markup=False)
-    console.print(f"interval of the loss from: {limits_in_words(found.predicted)}", style="dim", markup=False)
+    console.print(f"the interval of the loss comes from: {limits_in_words(found.predicted)}", style="dim", markup=False)
     for note in found.notes:
         console.print(note, style="dim", markup=False)
     for sentence in found.sentences():

@@ -163,7 +163,7 @@ register(
     cost="backward",
     passes=lambda setting: setting.classes,
     sampling=quantile_of(lambda setting: setting.distances(2), 0.5),
-    advice="its samples lie further towards the right side of the decision boundary",
+    advice="its samples lie further towards the correct side of the decision boundary",
     direction="wider",
     invariant_to=SAME | SCALED,
 )(functools.partial(_distance, norm=2))

@@ -88,7 +88,8 @@ class Sampling:
         if self.grows:
             times = math.sqrt(population / setting.count)
             return unknown(
-                f"it grows as the root of the number of samples: on all {population:,}, {times:.3g} times as large"
+                "it grows with the square root of the number of samples, and would be "
+                f"{times:.3g} times as large on all {population:,}"
             )
         if too_few := few(setting.count, self.least):
             return too_few

@@ -235,7 +235,8 @@ class Perturbation(Shown):
 
     def _beyond(self) -> str:
         """What a change does that slope and curvature do not tell, and whether the interval allowed for it."""
-        terms = f"slope and curvature predict {figure(self.second_order, typeset=True)}"
+        value = figure(self.second_order, typeset=True)
+        terms, alone = f"slope and curvature predict {value}", f"Slope and curvature alone predict {value}"
         look = "Look at the loss along the way."
         if math.isnan(self.measured.value) and "measured" in self.samples:
             return f"Second order is not enough for this change: {terms}, and {self.measured.reason}. {look}"
@@ -243,10 +244,10 @@ class Perturbation(Shown):
             return f"Second order may not be enough: {terms}, and half of the change does not follow them. {look}"
         came = f"{figure(self.measured.value, typeset=True)} was measured"
         if math.isnan(self.predicted.interval()[0]):
-            return f"Alone, {terms}, and {came}: higher orders matter. {look}"
+            return f"{alone}, but {came}: higher orders matter. {look}"
         if self.held:
-            return f"Alone, {terms}, and {came}: higher orders matter, and the interval allowed for them. {look}"
-        return f"Second order is not enough for this change: {terms}, and {came}. {look}"
+            return f"{alone}, but {came}: higher orders matter, and the interval allowed for them. {look}"
+        return f"Second order is not enough for this change: {terms}, but {came}. {look}"
 
     def __str__(self) -> str:
         lines = [f"{self.change}: {self.meaning}", *self.sentences()]
