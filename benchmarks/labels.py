@@ -418,7 +418,7 @@ def compared(results: list[dict[str, Any]], ours: str, theirs: str) -> str:
     counts = sorted({len(values) for values in gains.values()})
     seeds = "the one seed" if counts == [1] else f"each of {' or '.join(map(str, counts))} seeds"
     return (
-        f"{ours[0].upper()}{ours[1:]}, at no further training, has a higher AUROC than the {theirs} at {seeds} in "
+        f"{ours[0].upper()}{ours[1:]}, without further training, has a higher AUROC than the {theirs} at {seeds} in "
         f"{won} of {len(gains)} settings, a lower one in {lost}; the mean difference is {mean:+.3f}."
     )
 

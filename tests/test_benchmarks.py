@@ -49,7 +49,7 @@ def test_the_benchmark_of_wrong_labels_resumes_and_names_what_is_missing(tmp_pat
     page = (tmp_path / "labels.md").read_text()
     for row in ("loss", "margin", "AUM", "cumulative loss", "forgetting", "per-sample trace", "gradient norm"):
         assert f"| {row} | 0." in page
-    assert "2 of 2 pieces are in. AUM, at no further training, has a higher AUROC" in page
+    assert "2 of 2 pieces are in. AUM, without further training, has a higher AUROC" in page
     for package in ("cleanlab", "kronfluence"):
         missing = importlib.util.find_spec(package) is None
         assert (f"{package} is not installed" in page) == missing

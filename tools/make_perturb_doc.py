@@ -228,9 +228,11 @@ def against_uniform(kept: dict[tuple[str, float, str], list[tuple[float, float, 
             ]
             better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
             mean = f"{100 * statistics.mean(gains):+.1f}".replace("-", "−")
-            counts = f"more accurate than the same for all in {better}, less in {worse}"
-            parts.append(f"by {ORDERS[by]} {counts}, {mean} points on average")
-        said.append(f"At {budget:g} bits per weight, of {len(gains)} networks, chosen bits are {'; '.join(parts)}.")
+            parts.append(f"{ORDERS[by]}: more accurate in {better}, less in {worse}, {mean} points on average")
+        said.append(
+            f"At {budget:g} bits per weight, over {len(gains)} networks, bits chosen layer by layer against the same "
+            f"for all. Chosen by {'; by '.join(parts)}."
+        )
     return ["  \n".join(said)] if said else []
 
 

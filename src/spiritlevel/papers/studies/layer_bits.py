@@ -34,7 +34,7 @@ TRACE = Statement(
 )
 EXACT = Statement(
     "second-order-or-trace",
-    "g·δ + ½ δᵀHδ of the very rounding orders them better than Tr H · ‖δ‖²",
+    "g·δ + ½ δᵀHδ of the rounding itself orders them better than Tr H · ‖δ‖²",
     _OURS,
     "Spearman's correlation with the measured rise, averaged over the numbers of bits, is higher",
     "it is lower",

@@ -36,7 +36,7 @@ BETTER = {"difference of τ": Range.POSITIVE, "τ": Range.POSITIVE}
 OURS = "– (our own question: flatness is about small changes of the weights)"
 AFTER = Statement(
     "loss-after-rounding",
-    "a flatness measure tells the loss after rounding to 4 bits better than loss, weight norm and mean margin",
+    "a flatness measure predicts the loss after rounding to 4 bits better than loss, weight norm and mean margin",
     OURS,
     "the flatness measure of papers A and C that ranks best on the networks of the other seeds has a positive τ with "
     "the held-out loss after rounding on a seed's own networks, higher than that of the best of the loss before, the "
@@ -46,7 +46,8 @@ AFTER = Statement(
 )
 RISE = Statement(
     "rise-by-rounding",
-    "a flatness measure tells what rounding to 4 bits adds to the loss better than loss, weight norm and mean margin",
+    "a flatness measure predicts what rounding to 4 bits adds to the loss better than loss, weight norm and mean "
+    "margin",
     OURS,
     "by the rule of `loss-after-rounding`, for the held-out loss after the rounding minus that before",
     "its τ is negative, or lower",
@@ -54,7 +55,7 @@ RISE = Statement(
 )
 ACTUAL = Statement(
     "second-order",
-    "the second order of the very rounding tells what it adds better than any flatness measure",
+    "the second order of the rounding itself predicts what it adds better than any flatness measure",
     OURS,
     "τ of g·δ + ½ δᵀHδ with the rise is positive on a seed's networks, and higher than that of the flatness measure "
     "that ranks best on the other seeds",
