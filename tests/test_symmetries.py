@@ -768,6 +768,22 @@ def test_a_rotated_stream_has_no_gains_left_and_norms_of_the_folded_model() -> N
     assert torch.allclose(heads @ heads.T, folded["layers.0.q_proj.weight"] @ folded["layers.0.q_proj.weight"].T)
 
 
+def test_a_stream_is_rotated_again_and_gains_in_buffers_fold() -> None:
+    """The gains that a first rotation leaves as buffers of ones ended in an `AttributeError`."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.RMSNorm(6), nn.Linear(6, 3)).double(), torch.randn(9, 4).double()
+    gain = torch.rand(6, dtype=torch.float64) + 0.5
+    del model[1].weight
+    model[1].register_buffer("weight", gain)
+    once = rotate_stream(model, data=x, seed=1)
+    twice = rotate_stream(once.model, data=x, seed=2)
+    for result in (once, twice):
+        assert distance(result, model, x) < 1e-13
+    assert torch.equal(once.model[1].weight, torch.ones_like(gain))
+    assert torch.equal(model[1].weight, gain)
+    assert not torch.allclose(twice.model[0].weight, once.model[0].weight)
+
+
 def test_gains_that_cannot_be_folded_and_layer_norm_are_refused() -> None:
     torch.manual_seed(0)
     model = settled(LlamaLike(layers=1))

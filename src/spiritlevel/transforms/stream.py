@@ -111,9 +111,9 @@ def _gain(block: Block) -> Tensor | None:
 
 
 def _retire(model: nn.Module, name: str) -> None:
-    """Turn a parameter into a buffer of ones."""
+    """Put a buffer of ones in the place of a parameter, or of a buffer."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    ones = torch.ones_like(module.get_parameter(key)).detach()
-    del module._parameters[key]
+    ones = torch.ones_like(getattr(module, key)).detach()
+    module._parameters.pop(key, None)
     module.register_buffer(key, ones)
