@@ -662,6 +662,20 @@ def test_an_operation_that_passes_no_factor_on_may_stand_where_there_is_none() -
 # ---------------------------------------------------------------- folding, inputs
 
 
+def test_a_batch_norm_with_a_gain_in_a_buffer_absorbs_folds_and_takes_no_factor() -> None:
+    """As frozen batch norms of detectors have; it ended in a `KeyError`."""
+    torch.manual_seed(0)
+    net = with_statistics(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))).double()
+    x, gain = torch.randn(20, 3).double(), net[1].weight.detach()
+    del net[1].weight
+    net[1].register_buffer("weight", gain)
+    assert apart(outputs(scale_before_batchnorm(net, {"0": 3.0}).model, x), outputs(net, x)) < 1e-12
+    assert apart(outputs(fold_batchnorm(net).model, x), outputs(net, x)) < 1e-12
+    with pytest.raises(InputError, match="the batch norm '1' has a gain or bias that is no parameter"):
+        rescale_layers(net, {"1": 2.0, "3": 0.5}, data=x)
+    assert not any("1" in group.writers for group in scaling_groups(net, data=x))
+
+
 def test_folding_leaves_what_follows_no_layer_directly() -> None:
     model = with_statistics(models.preresnet164(width=0.125)).double()
     result = fold_batchnorm(model, data=torch.randn(2, 3, 8, 8))

@@ -313,14 +313,15 @@ class Walk(FunctionWatch):
             )
         result = self._scaled(1.0, own, call.outputs[0], 1)
         params = [tensor for tensor in (norm.weight, norm.bias) if tensor is not None]
-        for tensor in params:
-            self._use(tensor, own)
-        if not params:
-            reason = f"the batch norm {key!r} has no affine part to scale"
+        names = tuple(self.names[id(tensor)] for tensor in params if id(tensor) in self.names)
+        if not params or len(names) < len(params):
+            what = "a gain or bias that is no parameter" if params else "no affine part to scale"
+            reason = f"the batch norm {key!r} has {what}"
             if not is_one(own):
                 raise InputError(f"{self.who}: {reason}.")
             self.reasons.setdefault(result.group, reason)
-        names = tuple(self.names[id(tensor)] for tensor in params)
+        for tensor in params:
+            self._use(tensor, own)
         self._register(key, ScaledLayer(value.group, result.group, names, norm.num_features, norm=True))
         if value.raw:
             self.obstacle = self.obstacle or f"the batch norm {key!r}"
