@@ -99,6 +99,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ["demo", "--sede", "1"],
             "unknown option '--sede': did you mean '--seed'? See `spiritlevel demo --help`.",
         ),
+        (["measure", "--version"], "unknown option '--version'. See `spiritlevel measure --help`."),
         (
             ["measure", "mlp", "--weight", "a.pt", "--data", "digits"],
             "did you mean '--weights'? See `spiritlevel measure",

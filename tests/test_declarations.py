@@ -427,3 +427,8 @@ def test_files_that_carry_less_of_the_registry_are_shown_as_before() -> None:
     assert [row.name for row in found.rows if row.decides] == ["accuracy", "input_distance", "loss"]
     again = sl.Comparison.from_dict(found.to_dict())
     assert _without_fingerprint(older_found.to_html()) == _without_fingerprint(again.to_html())
+
+
+def test_no_two_measures_are_described_alike() -> None:
+    meanings = [measure.meaning for measure in MEASURES.values()]
+    assert len(set(meanings)) == len(meanings)

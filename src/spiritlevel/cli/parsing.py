@@ -146,8 +146,9 @@ def _explained(arguments: Sequence[Argument], words: list[str]) -> str:
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
         if name not in options:
-            near = difflib.get_close_matches(name, options, n=1, cutoff=0.6)
-            return f"unknown option {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+            plain = [option.lstrip("-") for option in options]  # dashes are alike in all of them
+            near = difflib.get_close_matches(name.lstrip("-"), plain, n=1, cutoff=0.6)
+            return f"unknown option {name!r}" + (f": did you mean '--{near[0]}'?" if near else "")
         option = options[name]
         values = [value] if equals else []
         while words and len(values) < (option.values or 0) and not words[0].startswith("--"):

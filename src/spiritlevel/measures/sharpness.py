@@ -220,7 +220,7 @@ def _register_box(name: str, epsilon: float, columns: int | None) -> None:
     compute = functools.partial(_box, name=name, epsilon=epsilon, columns=columns)
     register(
         name,
-        f"largest rise of the loss that bounded L-BFGS finds within a box{where}, in percent",
+        f"largest rise of the loss that bounded L-BFGS finds within a box{where} (ε = {epsilon:g}), in percent",
         f"100 (max_{{|y_i|≤ε(|(A⁺θ)_i|+1)}} L(θ+Ay) − L)/(1+L), ε = {epsilon:g}, "
         + ("A = I" if columns is None else f"A orthonormal with {columns} columns"),
         _KESKAR,
