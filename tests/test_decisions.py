@@ -158,6 +158,7 @@ def test_many_checkpoints(untouched: Untouched) -> None:
     assert f"{first} has the highest accuracy" in found.sentences()[1]
     twice = replace(found, rows=(found.row(first), replace(found.row(first), name="z")))
     assert f"{first} and z have the highest accuracy" in twice.sentences()[1]
+    assert f"After int3, {first} and z have the lowest loss" in twice.sentences()[2]
     back = Checkpoints.from_json(found.to_json())
     assert back.frame().equals(found.frame())
     assert back.frame()["checkpoint"].to_list() == list(MODELS)

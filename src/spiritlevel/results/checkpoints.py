@@ -124,8 +124,10 @@ class Checkpoints(Shown):
                 if change in row.measured and not math.isnan(row.measured[change].value)
             ]
             if totals:
-                value, name = min(totals)
-                said.append(f"After {change}, {name} has the lowest loss, {figure(value)}.")
+                value, _ = min(totals)
+                first = [name for total, name in totals if math.isclose(total, value, rel_tol=1e-6)]  # rounding
+                has = "have" if len(first) > 1 else "has"
+                said.append(f"After {change}, {_listed(first)} {has} the lowest loss, {figure(value)}.")
             elif change in self.rows[0].predicted:
                 said.append(f"{change} is predicted to cost least for {self.order(f'{change}, predicted')[0]}.")
         return said
