@@ -475,6 +475,16 @@ def test_merged_records_are_those_of_one_process(tmp_path: Path) -> None:
     assert empty.frame()["seen"].sum() == 0
 
 
+def test_all_of_a_sample_at_its_last_visit_is_of_one_visit() -> None:
+    """A sampler that fills up the last batch gives a sample to two processes in one step."""
+    parts = [Recorder(2), Recorder(2)]
+    for part, logits in zip(parts, ([[0.0, 2.0, 1.0]], [[3.0, 1.0, 0.0]]), strict=True):
+        part.record(torch.tensor(logits), torch.tensor([1]), [0], step=7)
+    for first, second, predicted in ((*parts, 0), (*reversed(parts), 1)):
+        row = first.merge(second).frame().row(0, named=True)
+        assert (row["predicted"], row["correct"], row["seen"]) == (predicted, predicted == row["label"], 2)
+
+
 def test_two_processes_merge_by_their_group(tmp_path: Path) -> None:
     environment = {
         **os.environ,

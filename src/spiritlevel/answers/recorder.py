@@ -446,14 +446,14 @@ def _check_beside(log: Visits, label: Tensor, predicted: Tensor, steps: Tensor) 
 
 
 def _joined(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One state from several; label and prediction of a sample are those of its latest visit."""
+    """One state from several; label and prediction of a sample are those of its last visit."""
     samples = len(states[0]["label"])
     logs = [Visits.checked(state, samples) for state in states]
     label, predicted = (torch.full((samples,), _UNKNOWN, dtype=torch.int32) for _ in range(2))
     latest = torch.full((samples,), _UNKNOWN, dtype=torch.int64)
     for state, log in zip(states, logs, strict=True):
         here = torch.full_like(latest, _UNKNOWN).scatter_reduce_(0, log.ids.long(), log.at(), "amax")
-        newer = here > latest
+        newer = here >= latest  # of two visits at one step the later state's comes last, as in the merged log
         latest = torch.maximum(latest, here)
         label = torch.where(newer, state["label"].int(), label)
         predicted = torch.where(newer, state["predicted"].int(), predicted)
