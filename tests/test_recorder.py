@@ -485,6 +485,18 @@ def test_all_of_a_sample_at_its_last_visit_is_of_one_visit() -> None:
         assert (row["predicted"], row["correct"], row["seen"]) == (predicted, predicted == row["label"], 2)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_batch_without_samples_is_no_visit(first: bool) -> None:
+    recorder, logits, labels = Recorder(3), torch.randn(2, 4), torch.tensor([1, 3])
+    sizes = (0, 2) if first else (2, 0)
+    for size in sizes:
+        recorder.record(logits[:size], labels[:size], torch.arange(size))
+    assert recorder.frame()["seen"].to_list() == [1, 1, 0]
+    assert recorder.steps == 2
+    with pytest.raises(InputError, match="got 3 logits per sample, but 4 before"):
+        recorder.record(logits[:0, :3], labels[:0], torch.arange(0))
+
+
 def test_two_processes_merge_by_their_group(tmp_path: Path) -> None:
     environment = {
         **os.environ,

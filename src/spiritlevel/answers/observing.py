@@ -40,6 +40,8 @@ class Waiting:
         shapes = logits.shape, targets.shape, ids.shape
         if shapes != self._shapes:
             self._fit(*shapes)
+        if not self._count:
+            return False
         # copies, for the loop may write over its own
         self._calls.append((logits.detach().clone(), targets.clone(), ids.clone(), step, self._count))
         self._rows += self._count
