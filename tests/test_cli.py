@@ -329,9 +329,14 @@ def test_the_bar_begins_anew_where_other_things_are_counted(monkeypatch: pytest.
     monkeypatch.setattr(base.ProgressBar, "PATIENCE", 0)
     with base.ProgressBar() as progress:
         progress("training", 65, 100)
-        progress("trace", 1, 14)
         assert progress._bar is not None
-        (task,) = progress._bar.tasks
+        bar, drawn = progress._bar, []
+        (task,) = bar.tasks
+        again = bar.reset
+        reset = lambda *args, **more: (again(*args, **more), drawn.append((task.description, task.completed)))  # noqa: E731
+        monkeypatch.setattr(bar, "reset", reset)
+        progress("trace", 1, 14)
+        assert drawn == [("trace", 1)]  # never the old name with nothing done, which looks like a fresh start
         assert (task.description, task.completed, task.total) == ("trace", 1, 14)
 
 

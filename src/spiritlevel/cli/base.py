@@ -96,7 +96,7 @@ class ProgressBar:
             self._task = self._bar.add_task(what)
             self._bar.start()
         if total != self._total:  # it counts other things now: the bar and its clock start again, under a new name
-            self._bar.reset(self._task)
+            self._bar.reset(self._task, completed=done, total=total or None, description=what)
             self._total = total
         self._bar.update(self._task, description=what, completed=done, total=total or None)
 

@@ -108,14 +108,17 @@ def read_result(path: Path) -> Result:
         raise InputError(f"{file} is not a run: {error}") from error
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # JSON of another shape
         raise InputError(f"{file} cannot be read as a run: {type(error).__name__} {error}.") from error
-    _compare_page(file)
+    _compare_page(file, found)
     for note in notes:
         say(f"{file}: {note.message}")
     return found
 
 
-def _compare_page(file: Path) -> None:
-    """Warn if the page beside the numbers was made from others: a kill between two renames can leave such a pair."""
+def _compare_page(file: Path, found: Result) -> None:
+    """Warn if the page beside the numbers was made from others: a kill between two renames can leave such a pair.
+
+    A page that this command made has the fingerprint of what was read, which may be written otherwise (15.0 for 15).
+    """
     import re
 
     from spiritlevel.storage import fingerprint
@@ -124,7 +127,8 @@ def _compare_page(file: Path) -> None:
         with file.with_suffix(".html").open(encoding="utf-8", errors="replace") as stream:
             head = stream.read(4000)
         made_from = re.search(r'name="spiritlevel-numbers" content="([0-9a-f]{12})"', head)
-        if made_from and made_from[1] != fingerprint(file.read_text(encoding="utf-8").strip()):
+        texts = (file.read_text(encoding="utf-8").strip(), found.to_json()) if made_from else ()
+        if made_from and made_from[1] not in map(fingerprint, texts):
             say(
                 f"{file.with_suffix('.html')} does not match the numbers beside it; "
                 "`spiritlevel report` makes a new one."
