@@ -228,6 +228,10 @@ class _Audit:
             reason = f"keeps the function with batch norm in mode {modes} only, not {here.batch_norm!r}"
             return self._without(name, reason)
         there, rows = moved_to(here, transformed), []
+        if certificate.keeps == "probabilities" and not _same_losses(here, there):
+            return self._without(
+                name, f"keeps the probabilities, but the loss {here.problem.loss.name!r} sees the logits"
+            )
         with there.problem.active():  # once, not in each measure
             for measure in self.chosen:
                 self.announce(f"{measure.name} after {name}")
@@ -248,6 +252,11 @@ class _Audit:
 
     def _search(self, search: Callable[[], Iterable[WorstFactor]]) -> Audit:
         return self.part(worst=tuple(search()))
+
+
+def _same_losses(here: Setting, there: Setting) -> bool:
+    before, after = here.losses, there.losses
+    return torch.allclose(before, after, rtol=SINGLE, atol=SINGLE * float(before.abs().max()))
 
 
 # ---------------------------------------------------------------- one row
@@ -397,16 +406,6 @@ def _scale_before_batchnorm(here: Setting) -> Transformed:
     return maps.scale_before_batchnorm(here.model, dict.fromkeys(writers, _BETA), data=sample_of(here))
 
 
-def _shift_logits(here: Setting) -> Transformed:
-    found = maps.shift_logits(here.model, data=sample_of(here), seed=here.seed)
-    before, after = here.losses, moved_to(here, found).losses
-    if not torch.allclose(before, after, rtol=SINGLE, atol=SINGLE * float(before.abs().max())):
-        raise InputError(
-            f"shift_logits: keeps the probabilities, but the loss {here.problem.loss.name!r} sees the logits."
-        )
-    return found
-
-
 def _drawn(transform: Callable[..., Transformed]) -> Callable[[Setting], Transformed]:
     """A transform that finds its places in the network and draws its numbers by itself."""
     return lambda here: transform(here.model, data=sample_of(here), seed=here.seed)
@@ -417,7 +416,7 @@ _APPLY: dict[str, Callable[[Setting], Transformed]] = {
     "rescale_channels": _rescale_channels,
     "scale_before_batchnorm": _scale_before_batchnorm,
     "fold_batchnorm": lambda here: maps.fold_batchnorm(here.model, data=sample_of(here)),
-    "shift_logits": _shift_logits,
+    "shift_logits": _drawn(maps.shift_logits),
     "mix_heads": _drawn(maps.mix_heads),
     "shift_attention_biases": _drawn(maps.shift_attention_biases),
     "shift_norm_gain": _drawn(maps.shift_norm_gain),

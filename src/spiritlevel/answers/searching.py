@@ -49,6 +49,11 @@ def sample_of(here: Setting) -> Sample:
     return here.once("sample of transforms", lambda: Sample.of(here.model, here.data, here.form))
 
 
+def _two_of(here: Setting) -> Sample:
+    """Two of them, for certificates of which only the factors are wanted."""
+    return here.once("two samples of transforms", lambda: sample_of(here).first(2))
+
+
 def moved_to(here: Setting, transformed: Transformed) -> Setting:
     """The transformed model on the same data, mapped if its inputs are."""
     there = here.moved(transformed.model)
@@ -59,7 +64,7 @@ def moved_to(here: Setting, transformed: Transformed) -> Setting:
     return there.on([(mapping(inputs), targets) for inputs, targets in here.batches], read=True)
 
 
-def scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Any = None) -> Transformed:
+def scaled(here: Setting, pairs: Iterable[tuple[ScalingGroup, float]], data: Sample | None = None) -> Transformed:
     """Every group scaled by its number; factors of a layer in two groups multiply."""
     factors: dict[str, Factor] = {}
     for group, beta in pairs:
@@ -190,8 +195,8 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
     ]
     if not searched:
         return ()
-    few = here.batches.first(2)
     try:
+        few = _two_of(here)
         groups = maps.scaling_groups(here.model, data=few)
         units = [scaled(here, [(group, 2.0)], few).certificate for group in groups]
     except InputError:

@@ -34,7 +34,7 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Read
     """
     sample = Sample.of(model, data, form_of(reading))
     new = copy.deepcopy(model)
-    walk = follow_factors("fold_batchnorm", new, sample.inputs, {}, sample.form)
+    walk = follow_factors("fold_batchnorm", sample.problem(model), sample.inputs, {})
     modules = dict(new.named_modules())
     folded, left = [], []
     for name in walk.norms:

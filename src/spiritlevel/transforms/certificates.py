@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spiritlevel.binding.batches import Batches
+from spiritlevel.binding.batches import Batches, resized
 from spiritlevel.binding.modules import state_of
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.estimators import Operator
@@ -26,6 +26,9 @@ from spiritlevel.watching.factors import Factor
 if TYPE_CHECKING:
     from spiritlevel.transforms.inputs import AffineMap
 
+Found = TypeVar("Found")
+
+_PROBLEM = "problem"
 _CHECKED = 128  # samples of the caller's data on which outputs are compared
 _GUESSED = 8  # random samples where no data are given
 _SIZES = (32, 28, 64, 96, 128, 224)  # image sizes to try where no data are given
@@ -133,27 +136,21 @@ class Sample:
     count: int
     text: str
     form: Form = PLAIN
-    known: dict[tuple[int, str], tuple[nn.Module, Tensor]] = field(default_factory=dict, compare=False)
-    """Outputs of models that are compared repeatedly, by model and batch-norm mode."""
+    known: dict[Any, tuple[Any, Any]] = field(default_factory=dict, compare=False)
+    """What was found out about originals, each kept with what it was found out about; see `once`."""
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, form: Form = PLAIN) -> Sample:
         """Some inputs from data of any accepted kind, in the model's precision; a ready sample is used as it is."""
         if isinstance(data, Sample):
             dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-            leaves = [
-                leaf for leaf in tree_leaves(data.inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()
-            ]
-            if all(leaf.dtype == dtype for leaf in leaves):
-                return data
-            inputs = tree_map(lambda leaf: leaf.to(dtype) if any(leaf is one for one in leaves) else leaf, data.inputs)
-            return cls(inputs, data.count, data.text, data.form)
+            return data._in_precision(dtype)
         for name, tensor in state_of(model) if isinstance(model, nn.Module) else ():
             if tensor.layout not in (torch.strided, torch.sparse_coo):  # which PyTorch cannot copy
                 raise InputError(f"the model holds the sparse tensor {name} in a form that cannot be copied.")
-        problem = Problem(model, params="*", form=form)
+        problem = bound_whole(model, form)
         if data is None:
-            return cls._guessed(problem)
+            return cls._guessed(problem)._knowing(model, problem)
         if isinstance(data, Tensor) and (not data.ndim or data.is_meta):
             raise InputError(f"data= must hold inputs, one per row, got {shown(data)}.")
         inputs = data[:_CHECKED] if isinstance(data, Tensor) else None
@@ -167,7 +164,7 @@ class Sample:
         placed = problem.place(inputs, torch.empty(count))[0]
         with problem.active(), torch.no_grad():
             problem.outputs(problem.params, placed)  # raises an error if the model does not run on them
-        return cls(placed, count, f"{count} given inputs of shape {shapes}", form)
+        return cls(placed, count, f"{count} given inputs of shape {shapes}", form)._knowing(model, problem)
 
     @classmethod
     def _guessed(cls, problem: Problem) -> Sample:
@@ -187,11 +184,49 @@ class Sample:
             "the shape of the network's inputs cannot be told from its first layer; pass data=, a batch of inputs."
         )
 
-    def _before(self, model: nn.Module, mode: str) -> Tensor:
-        key = id(model), mode
-        if key not in self.known:
-            self.known[key] = model, _outputs(model, self.inputs, mode, self.form)
-        return self.known[key][1]
+    def _in_precision(self, dtype: torch.dtype) -> Sample:
+        """The same inputs in this precision."""
+        leaves = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if all(leaf.dtype == dtype for leaf in leaves):
+            return self
+        if dtype not in self.known:
+            inputs = tree_map(lambda leaf: leaf.to(dtype) if any(leaf is one for one in leaves) else leaf, self.inputs)
+            self.known[dtype] = None, Sample(inputs, self.count, self.text, self.form)
+        found: Sample = self.known[dtype][1]
+        return found
+
+    def first(self, count: int) -> Sample:
+        """The first of these inputs, for models that are bound already."""
+        few = min(count, self.count)
+        problems = {key: kept for key, kept in self.known.items() if isinstance(kept[1], Problem)}
+        return Sample(resized(self.inputs, few), few, f"the first {few} of {self.text}", self.form, problems)
+
+    def _knowing(self, model: nn.Module, problem: Problem) -> Sample:
+        """The same, which need not bind this model again."""
+        self.once(_PROBLEM, model, lambda: problem)
+        return self
+
+    def once(self, fact: str, model: nn.Module, find: Callable[[], Found]) -> Found:
+        """What `find` says of an original: a model of which several transforms are made, on these inputs.
+
+        Not kept for a large model, where memory is worth more than the time that finding it again takes.
+        """
+        key = fact, id(model)  # the model is kept with it, so that no other takes its id
+        if key in self.known:
+            return cast(Found, self.known[key][1])
+        found = find()
+        if sum(tensor.numel() for _, tensor in state_of(model)) <= LARGE:
+            self.known[key] = model, found
+        return found
+
+    def problem(self, model: nn.Module, mode: str = "eval") -> Problem:
+        """An original bound, with all its parameters."""
+        fact = _PROBLEM if mode == "eval" else f"{_PROBLEM}, {mode}"
+        return self.once(fact, model, lambda: bound_whole(model, self.form, mode))
+
+    def outputs(self, model: nn.Module, mode: str) -> Tensor:
+        """What an original returns."""
+        return self.once(f"outputs, {mode}", model, lambda: _outputs(self.problem(model, mode), self.inputs))
 
     def certify(
         self,
@@ -218,8 +253,9 @@ class Sample:
         for mode in modes:
             if mode == "batch" and not normed:
                 continue  # the same as eval
-            before = scale * self._before(old, mode)
-            after = _outputs(new, self.inputs if inputs is None else inputs(self.inputs), mode, self.form)
+            before = scale * self.outputs(old, mode)
+            given = self.inputs if inputs is None else inputs(self.inputs)
+            after = _outputs(bound_whole(new, self.form, mode), given)
             if keeps == "probabilities":
                 before, after = before.log_softmax(-1), after.log_softmax(-1)
             difference = float((after - before).abs().max()) if before.numel() else 0.0
@@ -252,7 +288,11 @@ def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:
     return []
 
 
-def _outputs(model: nn.Module, inputs: Any, batch_norm: str, form: Form) -> Tensor:
-    problem = Problem(model, params="*", batch_norm=batch_norm, form=form)
+def bound_whole(model: nn.Module, form: Form, batch_norm: str = "eval") -> Problem:
+    """A model with all its parameters, for which no loss matters."""
+    return Problem(model, params="*", batch_norm=batch_norm, form=form)
+
+
+def _outputs(problem: Problem, inputs: Any) -> Tensor:
     with problem.active(), torch.no_grad():
         return problem.outputs(problem.params, problem.place(inputs, torch.empty(0))[0]).double()

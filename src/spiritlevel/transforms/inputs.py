@@ -186,7 +186,7 @@ def input_map(
     if not isinstance(sample.inputs, Tensor):
         raise InputError("input_map: the network must have one tensor as input.")
     new = copy.deepcopy(model)
-    walk = follow_factors("input_map", new, sample.inputs, {}, sample.form)
+    walk = follow_factors("input_map", sample.problem(model), sample.inputs, {})
     first = [name for name, layer in walk.layers.items() if layer.shape is not None]
     if walk.obstacle or not first:
         raise InputError(

@@ -51,7 +51,7 @@ class ScalingGroup:
 
 def _groups_walk(model: nn.Module, data: Any, form: Form) -> Walk:
     sample = Sample.of(model, data, form)
-    return follow_factors("scaling_groups", copy.deepcopy(model), sample.inputs, {}, sample.form)
+    return follow_factors("scaling_groups", sample.problem(model), sample.inputs, {})
 
 
 @checked
@@ -156,7 +156,7 @@ def rescale_all(model: nn.Module, alpha: float, *, data: Any = None, **reading: 
     """
     sample = Sample.of(model, data, form_of(reading))
     _positive("rescale_all", "alpha", alpha)
-    walk = follow_factors("rescale_all", copy.deepcopy(model), sample.inputs, {}, sample.form)
+    walk = follow_factors("rescale_all", sample.problem(model), sample.inputs, {})
     output = walk.root(walk.output.group)
     for group, reason in walk.fixed().items():
         scaled = any(walk.layers[name].params for name in walk.adjacent(group, "writes"))
@@ -193,7 +193,7 @@ def scale_last_layer(model: nn.Module, alpha: float, *, data: Any = None, **read
     """
     sample = Sample.of(model, data, form_of(reading))
     _positive("scale_last_layer", "alpha", alpha)
-    walk = follow_factors("scale_last_layer", copy.deepcopy(model), sample.inputs, {}, sample.form)
+    walk = follow_factors("scale_last_layer", sample.problem(model), sample.inputs, {})
     output = walk.root(walk.output.group)
     if reason := walk.fixed().get(output):
         way_out = "the network must end in a linear layer, a convolution or a batch norm, so pass it without what "
@@ -228,7 +228,7 @@ def scale_before_batchnorm(
     """
     who = "scale_before_batchnorm"
     sample = Sample.of(model, data, form_of(reading))
-    walk = follow_factors(who, copy.deepcopy(model), sample.inputs, {}, sample.form)
+    walk = follow_factors(who, sample.problem(model), sample.inputs, {})
     for name, alpha in factors.items():
         if name not in walk.layers:
             raise unknown_name("layer that can be scaled", name, walk.layers)
@@ -247,10 +247,9 @@ def _rescale(
     who: str, model: nn.Module, factors: Mapping[str, Factor], sample: Sample, expected: float | None
 ) -> Transformed:
     """The one place where factors are followed, checked and applied; the outputs must be scaled by `expected`."""
+    checked = {name: _checked_factor(who, name, factor) for name, factor in factors.items()}
+    walk = follow_factors(who, sample.problem(model), sample.inputs, checked)
     new = copy.deepcopy(model)
-    walk = follow_factors(
-        who, new, sample.inputs, {name: _checked_factor(who, name, a) for name, a in factors.items()}, sample.form
-    )
     changes, scale = walk.changes(), walk.output.scale
     if walk.output.channels is not None and not is_one(walk.output.channels):
         raise InputError(

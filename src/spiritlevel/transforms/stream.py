@@ -17,7 +17,6 @@ from spiritlevel.transforms.maps import LinearMap, Step
 from spiritlevel.transforms.pairs import SCALED
 from spiritlevel.transforms.watched import Watched, take_state
 from spiritlevel.watching.channels import Block, Passing
-from spiritlevel.watching.graph import record
 
 _ROTATED = Passing(squares=True, orthogonal=True)
 
@@ -88,6 +87,8 @@ def _folded(watched: Watched) -> Watched:
         if gain is not None and len(owners) == 1 and channels.layout.shapes[owners[0]].numel() == gain.numel():
             steps += [Step(slot.entries, state[gain[:, 0]]) for slot in block.slots if slot.side < 0]
             names += owners
+    if not steps:
+        return watched
     folded = copy.copy(watched)
     folded.exact, folded.model = copy.deepcopy(watched.exact), copy.deepcopy(watched.model)
     moved = LinearMap(channels.layout.shapes, steps)(dict(folded.exact.named_parameters()))
@@ -97,7 +98,7 @@ def _folded(watched: Watched) -> Watched:
     for name in names:
         for module in (folded.exact, folded.model):
             _retire(module, name)
-    folded.graph = record(watched.who, folded.exact, watched.sample.inputs, watched.sample.form)
+    folded.graph = watched.recorded(folded.exact)
     return folded
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.modules import in_double, state_of, unwrapped
-from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Form
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, checked_seed, counted
@@ -41,23 +40,35 @@ class Watched:
             if tensor.layout != torch.strided:
                 raise self.refused(f"this network holds the sparse tensor {name}, which cannot be followed")
         self.source = generator(checked_seed(seed))
-        self.exact = self.original = in_double(self.model)
-        self.sample = Sample.of(self.exact, data, form)
-        self.graph: Graph = record(who, self.exact, self.sample.inputs, self.sample.form)
-        self.unread = self.graph.unread if self._chosen_by_numbers() else []
+        exact = data.once("in float64", self.model, self._in_double) if isinstance(data, Sample) else self._in_double()
+        self.exact = self.original = exact
+        self.sample = Sample.of(exact, data, form)
+        self.graph, self.unread = self.sample.once("recorded", exact, self._recorded)
+
+    def _in_double(self) -> nn.Module:
+        return in_double(self.model)
+
+    def _recorded(self) -> tuple[Graph, list[str]]:
+        """A forward pass, and the parameters that other samples may read though these did not."""
+        graph = self.recorded(self.exact)
+        if not graph.unread or not self._chosen_by_numbers():
+            return graph, []
         for count in _MORE if self.sample.count > 2 else ():
-            if not self.unread:
+            more = self.recorded(self.exact, count)
+            if len(more.unread) == len(graph.unread):
                 break
-            more = record(who, self.exact, self.sample.inputs, self.sample.form, count)
-            if len(more.unread) == len(self.unread):
+            graph = more
+            if not graph.unread:
                 break
-            self.graph, self.unread = more, more.unread
+        return graph, graph.unread
+
+    def recorded(self, model: nn.Module, count: int = 2) -> Graph:
+        """The forward pass of a model in float64 on the first samples."""
+        return record(self.who, self.sample.problem(model), self.sample.inputs, count)
 
     def _chosen_by_numbers(self) -> bool:
-        """Whether other samples may run through parts that two do not reach; looked at where there are such parts."""
-        if not self.graph.unread:
-            return False
-        problem = Problem(self.exact, params="*", form=self.sample.form)
+        """Whether other samples may run through parts that two do not reach."""
+        problem = self.sample.problem(self.exact)
         inputs = problem.place(resized(self.sample.inputs, 2), torch.empty(0))[0]
         with problem.active():
             found = analyse(problem, inputs, 2)

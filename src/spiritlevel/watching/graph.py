@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.problem import Problem
-from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError
 
 _ALIASES = {
@@ -134,9 +133,11 @@ class Graph:
         return found
 
 
-def record(who: str, model: nn.Module, inputs: Any, form: Form = PLAIN, count: int = 2) -> Graph:
-    """Run a model on the first samples of a batch and write down what it did; messages begin with `who`."""
-    problem = Problem(model, params="*", form=form)
+def record(who: str, problem: Problem, inputs: Any, count: int = 2) -> Graph:
+    """Run a model, bound with all its parameters, on the first samples of a batch and write down what it did.
+
+    Messages begin with `who`.
+    """
     recorder = _Recorder(who)
     inputs = tree_map(lambda leaf: leaf[:count] if isinstance(leaf, Tensor) else leaf, inputs)
     handles = list(recorder.watch(problem.model))

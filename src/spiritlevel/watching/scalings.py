@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding.parameters import depth
 from spiritlevel.binding.problem import Problem
-from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.watching.factors import Call, Factor, ScaledLayer, Value, grid, is_one, same, text
 from spiritlevel.watching.graph import TAKES_NUMBERS
@@ -455,9 +454,8 @@ class Walk(FunctionWatch):
         return f"{self.modules[id(self.stack[-1])]!r} ({type(self.stack[-1]).__name__})"
 
 
-def follow_factors(who: str, model: nn.Module, inputs: Any, factors: Mapping[str, Factor], form: Form = PLAIN) -> Walk:
-    """Run a copy of the user's network on two samples and follow the factors through it."""
-    problem = Problem(model, params="*", form=form)
+def follow_factors(who: str, problem: Problem, inputs: Any, factors: Mapping[str, Factor]) -> Walk:
+    """Run a network, bound with all its parameters, on two samples and follow the factors through it."""
     walk = Walk(who, problem, factors)
     inputs = tree_map(lambda leaf: leaf[:2] if isinstance(leaf, Tensor) else leaf, inputs)
     with hooked(walk.watch(problem.model)), problem.active(), torch.no_grad():
