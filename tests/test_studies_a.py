@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -187,8 +186,7 @@ def test_the_median_of_evenly_many_margins_is_the_mean_of_the_middle_two() -> No
     net.weight.data[1] = -0.5  # the margin of an input x > 0 of class 0 is x
     pair = torch.tensor([[1.0], [2.0], [4.0], [9.0]], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     history = [{"step": 0, "train_loss": 0.0, "test_loss": 0.0, "test_accuracy": 1.0}]
-    trained: Any = SimpleNamespace(train=pair, history=history, steps=[0], model=lambda step: net)
-    (row,) = batch_size.over_time(trained, torch.arange(4))
+    (row,) = batch_size.over_time([(0, net)], history, pair, torch.arange(4))
     assert row["median margin"] == pytest.approx(3.0)
     assert batch_size.measure(net, pair, pair, torch.arange(4), 0)["median"] == pytest.approx(3.0)
     assert scaling.measure(net, pair, "last layer", 1.0, 0)["median margin"] == pytest.approx(3.0)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 import torch
 
@@ -228,6 +229,8 @@ def test_what_was_measured_of_a_network_needs_the_network_no_more(
     config = study.at("smoke")
     first = execute(study, config, tmp_path / "out", cache=tmp_path / "networks")
     folder = study.folder(config, tmp_path / "out")
+    if name == "batch-size":  # all four trainings have a course
+        assert pl.read_parquet(folder / "time.parquet")["run"].n_unique() == 4
     for path in folder.iterdir():
         if path.name != "pieces" and path.is_file():
             path.unlink()

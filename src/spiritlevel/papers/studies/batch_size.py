@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from spiritlevel.papers.studies.rules import Range, Ruling, Statement
 if TYPE_CHECKING:
     from torch import nn
 
-    from spiritlevel.papers.training import Job, Pair, Trained
+    from spiritlevel.papers.training import History, Job, Pair, Row, Trained
 
 PAPER = {  # column: batch 256, batch 4096
     "train_loss": (2.1e-5, 3.4e-5),
@@ -100,13 +100,13 @@ _CLOSES: tuple[str, str, dict[str, Range]] = (
 )
 TIME = Statement(
     "time",
-    "the large batch had not enough time: trained on to the training loss of the small one, it catches up",
+    "the large batch did not have enough time: trained further, to the training loss of the small one, it catches up",
     "expected to (Section 4.2)",
     *_CLOSES,
 )
 RATE = Statement(
     "rate",
-    "the large batch had not enough time: with a learning rate as many times higher as the batch, it catches up",
+    "the large batch did not have enough time: with a learning rate as many times higher as the batch, it catches up",
     "a smaller batch is similar to a higher learning rate (Section 4.2)",
     *_CLOSES,
 )
@@ -162,7 +162,7 @@ def job(config: BatchSize, batch_size: int, factor: float = 1.0) -> Job:
     """The training of one row: plain SGD, for Table 1 the same as in the study of correlations."""
     from spiritlevel.papers.training import Job, Recipe
 
-    every = max(1, config.steps // (config.checkpoints - 1))
+    every = _every(config)
     return Job(
         network="fcn_bn",
         options={"width": config.width} if config.width != 1.0 else {},
@@ -175,6 +175,11 @@ def job(config: BatchSize, batch_size: int, factor: float = 1.0) -> Job:
         evaluate=("train", "test"),
         evaluate_every=every,
     )
+
+
+def _every(config: BatchSize) -> int:
+    """Steps from one look at a training run to the next."""
+    return max(1, config.steps // (config.checkpoints - 1))
 
 
 def measure(model: nn.Module, train: Pair, test: Pair, chosen: Any, steps: int) -> dict[str, Any]:
@@ -212,8 +217,8 @@ def measure(model: nn.Module, train: Pair, test: Pair, chosen: Any, steps: int) 
     }
 
 
-def trained_on(config: BatchSize, run: Run, start: Any, goal: float) -> tuple[Any, int]:
-    """The large batch, trained on from `start` until its training loss is at most `goal`; the network and its steps.
+def trained_on(config: BatchSize, run: Run, start: Trained, goal: float) -> tuple[nn.Module, History]:
+    """The large batch, trained on from `start` until its training loss is at most `goal`; the network and its course.
 
     SGD without momentum has no state but the weights, so this is the same training with the data in another order.
     """
@@ -228,13 +233,14 @@ def trained_on(config: BatchSize, run: Run, start: Any, goal: float) -> tuple[An
         start.train,
         recipe,
         seed=config.seed + 1,
-        evaluate={"train": start.train},
+        keep=tuple(range(0, rest + 1, _every(config))),
+        evaluate={"train": start.train, "test": start.test},
         evaluate_every=max(1, config.steps // 100),
         checkpoint=root / f"{start.folder.name}-on-{storage.digest(recipe, 8)}",
         progress=run.progress,
         label=f"batch {config.large:,}, trained on",
     )
-    return model, config.steps + history.step
+    return model, history
 
 
 def barriers(one: nn.Module, other: nn.Module, train: Pair, chosen: Any) -> dict[str, Any]:
@@ -273,7 +279,7 @@ def run(config: BatchSize, run: Run) -> None:
     measured = partial(measure, train=data.train, test=data.test, chosen=chosen)
     found = {key: run.once(f"solution-{key}", partial(solution, trained, key, measured, chosen)) for key in ENDS}
     path = run.once("solution-path", way)
-    found["longer"] = run.once("solution-longer", partial(longer, config, run, trained, found, measured))
+    found["longer"] = run.once("solution-longer", partial(longer, config, run, trained, found, measured, chosen))
     found["faster"] = run.once("solution-faster", partial(faster, trained, measured, chosen))
     names = {
         "small": f"batch {config.small:,}",
@@ -292,7 +298,9 @@ Network = Callable[[str], "Trained"]
 def solution(trained: Network, key: str, measured: Callable[..., dict[str, Any]], chosen: Any) -> dict[str, Any]:
     """What is measured at the end of a training run, and its course."""
     ended = trained(key)
-    return {**measured(ended.model(), steps=ended.steps[-1]), "time": over_time(ended, chosen)}
+    models = ((step, ended.model(step)) for step in ended.steps)
+    course = over_time(models, ended.history, ended.train, chosen)
+    return {**measured(ended.model(), steps=ended.steps[-1]), "time": course}
 
 
 def longer(
@@ -301,13 +309,23 @@ def longer(
     trained: Network,
     found: Mapping[str, dict[str, Any]],
     measured: Callable[..., dict[str, Any]],
+    chosen: Any,
 ) -> dict[str, Any]:
-    """The large batch at the training loss of the small one."""
+    """The large batch at the training loss of the small one, and its course from where it was trained on."""
     goal, large = found["small"]["train_loss"], found["large"]
     if large["train_loss"] <= goal:
         return {name: value for name, value in large.items() if name != "time"}
-    model, steps = trained_on(config, run, trained("large"), goal)
-    return measured(model, steps=steps)
+    start = trained("large")
+    model, history = trained_on(config, run, start, goal)
+    row = measured(model, steps=config.steps + history.step)
+
+    def models() -> Iterator[tuple[int, nn.Module]]:
+        for step, weights in sorted(history.weights.items()):
+            model.load_state_dict(weights)
+            yield step, model
+
+    course = over_time(models(), history.rows, start.train, chosen)
+    return {**row, "time": [{**each, "step": config.steps + each["step"]} for each in course]}
 
 
 def faster(trained: Network, measured: Callable[..., dict[str, Any]], chosen: Any) -> dict[str, Any]:
@@ -354,17 +372,19 @@ def keep(run: Run, names: Mapping[str, str], found: Mapping[str, Mapping[str, An
     run.chart("margins-over-time", charts.lines(columns, "step", "median margin", series="run", title=title))
 
 
-def over_time(trained: Trained, chosen: Any) -> list[dict[str, float]]:
+def over_time(
+    models: Iterable[tuple[int, nn.Module]], history: Iterable[Row], train: Pair, chosen: Any
+) -> list[dict[str, float]]:
     """Losses and the margins of the chosen points at every kept step."""
     from spiritlevel.results import median
     from spiritlevel.samples.margins import margins
 
-    pair = trained.train[0][chosen], trained.train[1][chosen]
-    history = {int(row["step"]): row for row in trained.history}
+    pair = train[0][chosen], train[1][chosen]
+    known = {int(row["step"]): row for row in history}
     rows = []
-    for step in trained.steps:
-        found = margins(trained.model(step), pair).output
-        losses = {key.replace("_", " "): history[step][key] for key in ("train_loss", "test_loss", "test_accuracy")}
+    for step, model in models:
+        found = margins(model, pair).output
+        losses = {key.replace("_", " "): known[step][key] for key in ("train_loss", "test_loss", "test_accuracy")}
         rows.append({"step": step, "median margin": median(found), "smallest margin": float(found.min())})
         rows[-1] |= losses
     return rows
