@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from transform_nets import outputs
 
+from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
 from spiritlevel.transforms import (
     Transformed,
@@ -29,6 +30,10 @@ from spiritlevel.transforms import (
 from spiritlevel.watching.channels import Passing
 from spiritlevel.watching.following import follow_channels
 from spiritlevel.watching.graph import Graph, record
+
+
+def recorded(model: nn.Module, inputs: Any) -> Graph:
+    return record("test", Problem(model, params="*"), inputs)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +69,7 @@ def names(graph: Graph) -> list[str]:
 
 
 def test_operations_are_written_down_with_what_they_read_and_wrote() -> None:
-    graph = record("test", Net(lambda net, x: net.last(torch.tanh(net.first(x)) + 1)), points())
+    graph = recorded(Net(lambda net, x: net.last(torch.tanh(net.first(x)) + 1)), points())
     assert names(graph) == ["linear", "tanh", "add", "linear"]
     first, tanh, add, last = graph.operations
     assert [value.name for value in first.inputs] == ["", "first.weight", "first.bias"]
@@ -79,7 +84,7 @@ def test_operations_are_written_down_with_what_they_read_and_wrote() -> None:
 
 
 def test_what_is_written_in_place_is_a_new_value() -> None:
-    graph = record("test", Net(lambda net, x: net.last(net.first(x).relu_().mul_(2))), points())
+    graph = recorded(Net(lambda net, x: net.last(net.first(x).relu_().mul_(2))), points())
     assert names(graph) == ["linear", "relu", "mul", "linear"]
     values = [operation.outputs[0] for operation in graph.operations]
     assert values[0].tensor is values[1].tensor
@@ -92,7 +97,7 @@ def test_a_write_by_way_of_another_tensor_is_noticed() -> None:
         hidden[:, :2].mul_(hidden[:, 2:])
         return net.last(hidden)
 
-    graph = record("test", Net(between), points())
+    graph = recorded(Net(between), points())
     assert "overwritten" in "".join(names(graph))
     with pytest.raises(InputError, match="no two linear maps"):
         mix_linear(Net(between), data=points())
@@ -101,12 +106,12 @@ def test_a_write_by_way_of_another_tensor_is_noticed() -> None:
 def test_a_recording_leaves_no_trace_also_if_the_network_fails(untouched: Untouched) -> None:
     model = Net(lambda net, x: net.last(net.first(x)))
     with untouched(model):
-        record("test", model, points())
+        recorded(model, points())
         with pytest.raises(RuntimeError):
-            record("test", model, points(7))
+            recorded(model, points(7))
     broken = Net(lambda net, x: vmap(net.last)(net.first(x)))
     with untouched(broken), pytest.raises(InputError, match=r"test: .* runs inside a transformation of torch\.func"):
-        record("test", broken, points())
+        recorded(broken, points())
 
 
 ATTENTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -151,7 +156,7 @@ def test_attention_that_is_written_out_is_the_built_in_one(case: str) -> None:
             return torch.cat([mixed.flatten(), shares.flatten()])[None] + 0 * rows.sum()
 
     model = Both()
-    seen = record("test", model, torch.ones(2, 1).double()).output.tensor
+    seen = recorded(model, torch.ones(2, 1).double()).output.tensor
     assert torch.allclose(seen, model(torch.ones(2, 1).double()), rtol=0, atol=1e-14)
 
 
@@ -159,7 +164,7 @@ def test_attention_without_a_batch_is_written_out_too() -> None:
     layer = nn.MultiheadAttention(6, 2).double().eval()
     model = Net(lambda net, x: net.layer(x, x, x)[0], layer=layer)
     x = points(6)
-    graph = record("test", model, x)
+    graph = recorded(model, x)
     assert "softmax" in names(graph)
     assert torch.allclose(graph.output.tensor, model(x[:2]))
 
@@ -374,7 +379,7 @@ def test_groups_of_a_norm_and_of_a_convolution_keep_their_channels() -> None:
         nn.Conv2d(2, 6, 3), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 6, 1, groups=3), nn.GELU(), nn.Flatten()
     ).append(nn.Linear(24, 3))
     model, x = model.double(), torch.randn(5, 2, 4, 4).double()
-    graph = record("test", model, x)
+    graph = recorded(model, x)
     channels = follow_channels(graph, Passing(functions="any", offsets=True, gains="tied", symmetric=True))
     first = [block for block in channels.blocks() if any(slot.operation.name == "group_norm" for slot in block.slots)]
     assert sorted(block.units for block in first) == [1, 1, 2, 2]  # 2 groups of 3 channels meet 3 groups of 2
