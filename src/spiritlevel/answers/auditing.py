@@ -32,6 +32,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.measures.registry import affordable
+from spiritlevel.operators.footprint import suited_threads
 from spiritlevel.results import SYMMETRIES, Audit, AuditRow, Estimate, WorstFactor, figure, standard_error
 from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.watching.factors import Factor
@@ -133,7 +134,8 @@ def audit(
     )
     here.check()  # data that cannot be measured fail before anything is transformed
     chosen, expensive = affordable(measures, chosen, here)
-    found = audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
+    with suited_threads(here):
+        found = audit_in(here, chosen, transforms=transforms, search=search, progress=progress)
     return dataclasses.replace(found, skipped={**found.skipped, **expensive}) if expensive else found
 
 

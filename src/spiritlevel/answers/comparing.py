@@ -23,6 +23,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.measures import TRANSFORMS, Measure, Setting, select
 from spiritlevel.measures.registry import affordable
+from spiritlevel.operators.footprint import suited_threads
 from spiritlevel.results import (
     Comparison,
     ComparisonRow,
@@ -146,7 +147,8 @@ def compare(
     kept, expensive = affordable(measures, chosen, first)
     made = _Pair(pair[0], pair[1], names, list(kept), audit, level, progress or silent, first.seed)
     made.left_out |= expensive
-    return made.comparison(population, changes)
+    with suited_threads(*pair):
+        return made.comparison(population, changes)
 
 
 _LOSS = Plain("loss", "mean loss", "sharper", KEEP_FUNCTION, "its mean loss is lower by {difference}")

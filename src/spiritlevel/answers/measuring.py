@@ -36,6 +36,7 @@ from spiritlevel.measures import Measure, Setting, select
 from spiritlevel.measures.margins import acehts
 from spiritlevel.measures.registry import LEADING, affordable
 from spiritlevel.memory import available_memory
+from spiritlevel.operators.footprint import suited_threads
 from spiritlevel.results import (
     Estimate,
     Fit,
@@ -150,7 +151,9 @@ def measure(
             run.dtype = kind_of(here.problem.dtype, model)
         run.agree()
         run.check()
-        run.everything()
+        with suited_threads(run.here):
+            run.threads = torch.get_num_threads()
+            run.everything()
     return run.report(name or type(model).__name__, tuple(str(item) for item in classes))
 
 
@@ -166,6 +169,7 @@ class _Run:
     """One measurement: the steps in their order, and what they have found so far."""
 
     dtype = ""  # of the numbers that were measured, in words
+    threads = 1  # for an operation
 
     def __init__(
         self,
@@ -441,7 +445,7 @@ class _Run:
             "spiritlevel": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "machine": f"{platform.system()} {platform.machine()}, threads: {torch.get_num_threads()}",
+            "machine": f"{platform.system()} {platform.machine()}, threads: {self.threads}",
             "seed": str(self.seed),
             "device": str(self.here.problem.device),
             "dtype": self.dtype,

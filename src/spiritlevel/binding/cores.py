@@ -75,7 +75,7 @@ def side_by_side(
             jobs.append(job)
             settle(0)
         return
-    with _threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
+    with threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
         try:
             for job in itertools.chain(second, begun):
                 jobs.append(job)
@@ -112,7 +112,8 @@ class _Job(Generic[Result]):
 
 
 @contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads(number: int) -> Iterator[None]:
+    """With so many threads for an operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -1,7 +1,9 @@
-"""What a forward pass keeps for its derivatives: the bytes by which batches are cut."""
+"""What a forward pass keeps for its derivatives: the bytes by which batches are cut, and whether it is small."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +11,15 @@ from torch import Tensor
 
 from spiritlevel.binding.batches import resized
 from spiritlevel.binding.context import Context
+from spiritlevel.binding.cores import threads
 from spiritlevel.binding.modules import bytes_of, memory_of
 from spiritlevel.binding.parameters import as_leaves
+from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 from spiritlevel.watching.watchers import DispatchWatch, tensors_in
+
+_SMALL = 2**22  # multiply-adds in a pass over all samples, at a place each: a tenth of a millisecond,
+_KEPT = 2**22  # bytes that it keeps: hardly more
 
 
 def activation_bytes(context: Context) -> tuple[int, int]:
@@ -45,6 +52,24 @@ def _activation_bytes(context: Context) -> tuple[int, int]:
     problem.checked(outputs, inputs, targets)
     sizes = [*saved.values(), outputs.nbytes]
     return max(1, sum(sizes) // len(targets)), max(1, max(sizes) // len(targets))
+
+
+@contextlib.contextmanager
+def suited_threads(*contexts: Context) -> Iterator[None]:
+    """One thread while measuring these, if waking others takes longer than a pass over all samples."""
+    with contextlib.ExitStack() as stack:
+        if all(map(_is_small, contexts)):
+            stack.enter_context(in_turn())  # another thread would take the number for its own
+            stack.enter_context(threads(1))
+        yield
+
+
+def _is_small(context: Context) -> bool:
+    problem = context.problem
+    if problem.sharded or problem.device.type != "cpu":
+        return False
+    numbers = sum(tensor.numel() for tensor in [*problem.params.values(), *problem.constants.values()])
+    return numbers * context.count <= _SMALL and activation_bytes(context)[0] * context.count <= _KEPT
 
 
 class _Sizes(DispatchWatch):
