@@ -39,7 +39,7 @@ from spiritlevel.transforms import (
     shift_norm_gain,
     split_units,
 )
-from spiritlevel.transforms.maps import Step
+from spiritlevel.transforms.maps import Step, generator, rotation
 
 
 class Normed(nn.Module):
@@ -275,24 +275,46 @@ def test_no_prediction_where_the_number_of_parameters_changes() -> None:
         result.gradient({})
 
 
-@pytest.mark.parametrize("diagonal", [True, False])
-def test_actions_of_a_linear_map_belong_together(diagonal: bool) -> None:
+ACTIONS: dict[str, Callable[[int], Tensor]] = {
+    "a diagonal": lambda count: torch.rand(count).double() + 0.5,
+    "a matrix": lambda count: torch.randn(count, count).double(),
+    "a permutation": lambda count: torch.arange(count).roll(1),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIONS)
+def test_actions_of_a_linear_map_belong_together(kind: str) -> None:
     torch.manual_seed(0)
     sizes = {"a": torch.Size([3, 2]), "b": torch.Size([4])}
-    matrices = (torch.rand(3) + 0.5, torch.rand(2) + 0.5) if diagonal else (torch.randn(3, 3), torch.randn(2, 2))
     entries = torch.tensor([[0, 1], [2, 3], [4, 5]]), torch.tensor([[5, 6], [0, 9]])
-    mapping = LinearMap(sizes, [Step(e, m.double()) for e, m in zip(entries, matrices, strict=True)])
+    mapping = LinearMap(sizes, [Step(rows, ACTIONS[kind](len(rows))) for rows in entries])
     eye = torch.eye(10, dtype=torch.float64)
     forward, inverse, turned = (
         mapping.on_rows(("a", "b"), eye, how) for how in ("forward", "inverse", "inverse transposed")
     )
     assert torch.allclose(forward @ inverse, eye)
     assert torch.allclose(turned, inverse.T)
-    assert (mapping.factors(sizes) is not None) == diagonal
+    assert (mapping.factors(sizes) is not None) == (kind == "a diagonal")
     point = {"a": torch.randn(3, 2).double(), "b": torch.randn(4).double()}
     assert torch.allclose(flat(mapping(point)), forward @ flat(point))
     assert torch.allclose(flat(mapping.inverse(mapping(point))), flat(point))
     assert mapping({}) == {}
+
+
+def test_a_permutation_is_what_its_matrix_does_without_its_size() -> None:
+    """100,000 units would take 80 GB."""
+    torch.manual_seed(0)
+    sizes, order, rows = {"a": torch.Size([6, 2])}, torch.tensor([2, 0, 1]), torch.tensor([[0, 1], [4, 5], [2, 3]])
+    short, long = (LinearMap(sizes, [Step(rows, m)]) for m in (order, torch.eye(3, dtype=torch.float64)[order]))
+    block = torch.randn(12, 3, dtype=torch.float64)
+    for how in ("forward", "inverse", "inverse transposed"):
+        assert torch.equal(short.on_rows(("a",), block, how), long.on_rows(("a",), block, how))
+    wide = nn.Sequential(nn.Linear(2, 100_000), nn.ReLU(), nn.Linear(100_000, 2))
+    result = permute_units(wide, data=torch.randn(4, 2))
+    moved = result.gradient({name: parameter.detach() for name, parameter in wide.named_parameters()})
+    assert torch.equal(moved["0.weight"], result.model[0].weight)  # its own inverse transpose
+    with pytest.raises(InputError, match="not enough memory for a rotation of 100,000,000 units"):
+        rotation(10**8, generator(0))
 
 
 def test_a_deep_encoder_is_found_at_the_size_that_people_own() -> None:

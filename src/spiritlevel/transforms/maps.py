@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.errors import InputError
+from spiritlevel.memory import check_room
 from spiritlevel.watching.channels import Layout
 
 
@@ -20,20 +21,30 @@ class Step:
     """Rows of entries, multiplied by a matrix: θ[entries] → matrix · θ[entries].
 
     `entries` (m, k) are indices into all parameters and buffers laid end to end, none of them twice; `matrix` is
-    (m, m), or (m,) for a diagonal.
+    (m, m), (m,) for a diagonal, or (m,) whole numbers for a permutation: the places that the rows come from.
     """
 
     entries: Tensor
     matrix: Tensor
 
-    def acting(self, how: str) -> Tensor:
-        """The matrix, its inverse, or its inverse transpose."""
-        if how == "forward":
-            return self.matrix
-        if self.matrix.ndim == 1:
-            return 1 / self.matrix
-        inverse: Tensor = torch.linalg.inv(self.matrix)
-        return inverse if how == "inverse" else inverse.T
+    @property
+    def permutes(self) -> bool:
+        """Whether it is a permutation."""
+        return not self.matrix.is_floating_point()
+
+    def acting(self, rows: Tensor, how: str) -> Tensor:
+        """The matrix, its inverse, or its inverse transpose times rows (m, k, n)."""
+        if self.permutes:  # its own inverse transpose
+            order = self.matrix.argsort() if how == "inverse" else self.matrix
+            return rows[order.to(rows.device)]
+        matrix = self.matrix
+        if how != "forward" and matrix.ndim == 1:
+            matrix = 1 / matrix
+        elif how != "forward":
+            inverse: Tensor = torch.linalg.inv(matrix)
+            matrix = inverse if how == "inverse" else inverse.T
+        matrix = matrix.to(rows)
+        return rows * matrix[:, None, None] if matrix.ndim == 1 else torch.einsum("ij,jkn->ikn", matrix, rows)
 
 
 class LinearMap:
@@ -66,7 +77,7 @@ class LinearMap:
 
     def factors(self, names: Iterable[str]) -> dict[str, float | Tensor] | None:
         """The diagonal of T for each of these tensors, 1.0 where it is 1; `None` unless T is diagonal."""
-        if any(step.matrix.ndim > 1 for step in self.steps):
+        if any(step.permutes or step.matrix.ndim > 1 for step in self.steps):
             return None
         ones = {name: torch.ones(self.layout.shapes[name], dtype=torch.float64) for name in names}
         return {name: 1.0 if bool((factor == 1).all()) else factor for name, factor in self(ones).items()}
@@ -99,10 +110,8 @@ class LinearMap:
                 raise InputError(
                     "this map mixes parameters that are measured with others that are not; measure them all."
                 )
-            index, matrix = index[:, chosen].to(block.device), step.acting(how).to(block)
-            rows = result[index]
-            mixed = rows * matrix[:, None, None] if matrix.ndim == 1 else torch.einsum("ij,jkn->ikn", matrix, rows)
-            result[index] = mixed
+            index = index[:, chosen].to(block.device)
+            result[index] = step.acting(result[index], how)
         return result
 
 
@@ -116,6 +125,7 @@ def generator(seed: int) -> torch.Generator:
 
 def rotation(count: int, source: torch.Generator) -> Tensor:
     """A random orthogonal matrix, uniform over all of them."""
+    check_room(32 * count**2, f"a rotation of {count:,} units", "leave this transform out")
     q, r = torch.linalg.qr(torch.randn(count, count, generator=source, dtype=torch.float64))
     return q * r.diagonal().sign()
 

@@ -69,8 +69,7 @@ def permute_units(
             order = torch.randperm(block.units, generator=watched.source)
             if bool((order == torch.arange(block.units)).all()):
                 order = order.roll(1)
-            matrix = torch.eye(block.units, dtype=torch.float64)[order]
-            steps += [Step(slot.entries, matrix) for slot in block.slots]
+            steps += [Step(slot.entries, order) for slot in block.slots]
     if not steps:
         raise watched.refused(_NO_UNITS, channels.obstacles())
     return watched.mapped(steps)
