@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
+import spiritlevel as sl
 from spiritlevel.binding.cores import at_a_time, even_size, in_memory, side_by_side
 
 
@@ -174,3 +176,40 @@ def test_how_many_at_a_time() -> None:
     assert at_a_time(torch.device("cpu")) == 4
     torch.set_num_threads(1)
     assert at_a_time(torch.device("cpu")) == 1
+
+
+@pytest.mark.parametrize(("samples", "width", "used"), [(60, 5, 1), (60, 100_000, 4), (30_000, 50, 4)])
+def test_a_small_network_is_measured_on_one_thread(samples: int, width: int, used: int) -> None:
+    """Small is both few parameters and few samples; afterwards all is as it was, also after an error."""
+    model = nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+    data = torch.randn(samples, 3), torch.arange(samples) % 2
+    seen = set()
+
+    def progress(what: str, done: int, total: int) -> None:
+        seen.add(torch.get_num_threads())
+
+    for function in (sl.measure, sl.audit):
+        options = {"parts": []} if function is sl.measure else {"transforms": ["permute_units"], "search": False}
+        function(model, data, measures=["margin_mean"], progress=progress, **options)
+        assert seen == {used}
+        assert torch.get_num_threads() == 4
+    seen.clear()
+    sl.compare(model, model, data, measures=["margin_mean"], audit=False, progress=progress)
+    assert seen == {used}
+
+    def fail(what: str, done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sl.measure(model, data, measures=["margin_mean"], parts=[], progress=fail)
+    assert torch.get_num_threads() == 4
+
+
+def test_a_small_network_of_many_values_is_not_small() -> None:
+    """A convolution has few parameters and uses each at every place."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    data = torch.randn(300, 1, 64, 64), torch.arange(300) % 4
+    assert sum(parameter.numel() for parameter in model.parameters()) * len(data[1]) < 2**14
+    seen = set()
+    sl.measure(model, data, measures=["margin_mean"], parts=[], progress=lambda *_: seen.add(torch.get_num_threads()))
+    assert seen == {4}

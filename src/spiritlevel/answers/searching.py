@@ -230,13 +230,14 @@ def _furthest(
     predict = measure.predict
     assert predict is not None
     exponents = [{name: _exponent(factor) for name, factor in (unit.factors or {}).items()} for unit in units]
+    model = here.model  # which makes sure that nobody has changed it: once, not for every prediction
 
     def predicted(betas: list[float]) -> float:
         factors = {
             name: math.prod(beta ** each[name] for beta, each in zip(betas, exponents, strict=True))
             for name in exponents[0]
         }
-        value = predict(here, Transformed(here.model, dataclasses.replace(units[0], factors=factors)))
+        value = predict(here, Transformed(model, dataclasses.replace(units[0], factors=factors)))
         return -math.inf if value is None else sign * value
 
     start = measure.attempt(here)
