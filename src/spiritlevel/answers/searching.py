@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from spiritlevel.transforms import ScalingGroup, Transformed
 from spiritlevel.transforms.certificates import Sample
 from spiritlevel.transforms.families import Family, Objective
 from spiritlevel.transforms.maps import LinearMap
+from spiritlevel.transforms.scaling import demanded
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.factors import Factor
 
@@ -198,14 +199,15 @@ def _worst(here: Setting, chosen: list[Measure], before: dict[str, Estimate]) ->
     try:
         few = _two_of(here)
         groups = maps.scaling_groups(here.model, data=few)
-        units = [scaled(here, [(group, 2.0)], few).certificate for group in groups]
+        if not groups:
+            return ()
+        one = scaled(here, [(groups[0], 2.0)], few).certificate
+        powers = [_powers(demanded(here.model, group.factors(2.0), few)) for group in groups]
     except InputError:
-        return ()
-    if not groups:
         return ()
     found = []
     for measure in searched:
-        ends = [_furthest(here, measure, groups, units, sign) for sign in (-1, 1)]
+        ends = [_furthest(here, measure, groups, powers, one, sign) for sign in (-1, 1)]
         (low, low_factors, low_difference), (high, high_factors, high_difference) = ends
         worst = max(low_difference, high_difference)
         start = before[measure.name]
@@ -223,34 +225,42 @@ def _half(value: Estimate) -> float:
     return 0.0 if value.status == "lower bound" else (high - low) / 2
 
 
+def _powers(factors: Mapping[str, Factor]) -> dict[str, float]:
+    """The power of β that scales each parameter which a group moves, from its factors for β = 2."""
+    found = {name: math.log2(float(factor)) for name, factor in factors.items()}
+    return {name: power for name, power in found.items() if power}
+
+
 def _furthest(
-    here: Setting, measure: Measure, groups: tuple[ScalingGroup, ...], units: list[Certificate], sign: int
+    here: Setting,
+    measure: Measure,
+    groups: tuple[ScalingGroup, ...],
+    powers: list[dict[str, float]],
+    one: Certificate,
+    sign: int,
 ) -> tuple[Estimate, dict[str, float], float]:
     """The most extreme value in one direction, by two sweeps over the groups; measured where the search ends."""
     predict = measure.predict
     assert predict is not None
-    exponents = [{name: _exponent(factor) for name, factor in (unit.factors or {}).items()} for unit in units]
     model = here.model  # which makes sure that nobody has changed it: once, not for every prediction
 
-    def predicted(betas: list[float]) -> float:
-        factors = {
-            name: math.prod(beta ** each[name] for beta, each in zip(betas, exponents, strict=True))
-            for name in exponents[0]
-        }
-        value = predict(here, Transformed(model, dataclasses.replace(units[0], factors=factors)))
+    def predicted(factors: dict[str, Factor]) -> float:
+        value = predict(here, Transformed(model, dataclasses.replace(one, factors=factors)))
         return -math.inf if value is None else sign * value
 
     start = measure.attempt(here)
     for reach in _REACHES:
         betas = [1.0] * len(groups)
-        best = predicted(betas)
+        factors: dict[str, Any] = dict.fromkeys(one.factors or {}, 1.0)
+        best = predicted(factors)
         for _ in range(2):
-            for index in range(len(groups)):
+            for index, own in enumerate(powers):
                 for beta in (1 / reach, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, reach):
-                    trial = [*betas[:index], beta, *betas[index + 1 :]]
+                    step = beta / betas[index]  # a power of 2: nothing is rounded
+                    trial = {**factors, **{name: factors[name] * step**power for name, power in own.items()}}
                     value = predicted(trial)
                     if value > best:
-                        best, betas = value, trial
+                        best, factors, betas[index] = value, trial, beta
         if best == -math.inf or all(beta == 1.0 for beta in betas):
             break
         try:
@@ -262,10 +272,6 @@ def _furthest(
             layers = _layer_factors(groups, betas)
             return found, layers, result.certificate.relative_difference
     return start, {}, 0.0
-
-
-def _exponent(factor: Any) -> float:
-    return math.log2(float(factor))
 
 
 def _layer_factors(groups: tuple[ScalingGroup, ...], betas: list[float]) -> dict[str, float]:

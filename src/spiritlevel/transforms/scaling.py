@@ -243,6 +243,11 @@ def scale_before_batchnorm(
     return _rescale(who, model, factors, sample, 1.0)
 
 
+def demanded(model: nn.Module, factors: Mapping[str, Factor], sample: Sample) -> dict[str, Factor]:
+    """The factor of every parameter that these factors of layers demand, followed on two samples."""
+    return follow_factors("rescale_layers", sample.problem(model), sample.inputs, factors).changes()
+
+
 def _rescale(
     who: str, model: nn.Module, factors: Mapping[str, Factor], sample: Sample, expected: float | None
 ) -> Transformed:
