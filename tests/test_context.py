@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,7 @@ from spiritlevel.transforms import (
     shift_logits,
     split_units,
 )
+from spiritlevel.transforms.certificates import Sample
 from spiritlevel.watching import derivatives, recording
 from spiritlevel.watching.structure import Watch
 
@@ -110,6 +112,21 @@ def test_a_whole_report_binds_no_network_more_than_twice(monkeypatch: pytest.Mon
     assert report.audit is not None
     assert len(report.audit.certificates) >= 5
     assert max(bound.values()) <= 2  # before: 15 times the network itself
+
+
+def test_what_an_original_returns_is_kept_and_a_large_one_is_not() -> None:
+    """Its outputs are small; a copy in float64 and a recorded pass of a large one are not, and it may go."""
+    large, small, x = nn.Linear(1_000, 1_001), nn.Linear(1_000, 10), torch.randn(3, 1_000)
+    for model, kept in ((large, False), (small, True)):
+        sample = Sample.of(model, x)
+        assert sample.outputs(model, "eval") is sample.outputs(model, "eval")
+        assert (sample.problem(model) is sample.problem(model)) == kept
+    held, sample = weakref.ref(large), Sample.of(large, x)
+    sample.outputs(large, "eval")
+    del model, large
+    assert held() is None
+    other = nn.Linear(1_000, 1_001)  # which may have the same id
+    assert torch.allclose(sample.outputs(other, "eval"), other(x).double())
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, counts: Counter[str], owner: Any, name: str) -> None:

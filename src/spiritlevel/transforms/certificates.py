@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -137,7 +138,7 @@ class Sample:
     text: str
     form: Form = PLAIN
     known: dict[Any, tuple[Any, Any]] = field(default_factory=dict, compare=False)
-    """What was found out about originals, each kept with what it was found out about; see `once`."""
+    """What was found out about originals, each with a weak reference to what it was found out about; see `once`."""
 
     @classmethod
     def of(cls, model: nn.Module, data: Any, form: Form = PLAIN) -> Sample:
@@ -148,7 +149,7 @@ class Sample:
         for name, tensor in state_of(model) if isinstance(model, nn.Module) else ():
             if tensor.layout not in (torch.strided, torch.sparse_coo):  # which PyTorch cannot copy
                 raise InputError(f"the model holds the sparse tensor {name} in a form that cannot be copied.")
-        problem = bound_whole(model, form)
+        problem = _bound_whole(model, form)
         if data is None:
             return cls._guessed(problem)._knowing(model, problem)
         if isinstance(data, Tensor) and (not data.ndim or data.is_meta):
@@ -206,27 +207,29 @@ class Sample:
         self.once(_PROBLEM, model, lambda: problem)
         return self
 
-    def once(self, fact: str, model: nn.Module, find: Callable[[], Found]) -> Found:
+    def once(self, fact: str, model: nn.Module, find: Callable[[], Found], *, light: bool = False) -> Found:
         """What `find` says of an original: a model of which several transforms are made, on these inputs.
 
-        Not kept for a large model, where memory is worth more than the time that finding it again takes.
+        Unless it is `light`, it is not kept for a large model, where memory is worth more than the time that finding it
+        again takes.
         """
-        key = fact, id(model)  # the model is kept with it, so that no other takes its id
-        if key in self.known:
+        key = fact, id(model)
+        if key in self.known and self.known[key][0]() is model:  # an id may pass on to another
             return cast(Found, self.known[key][1])
         found = find()
-        if sum(tensor.numel() for _, tensor in state_of(model)) <= LARGE:
-            self.known[key] = model, found
+        if light or sum(tensor.numel() for _, tensor in state_of(model)) <= LARGE:
+            self.known[key] = weakref.ref(model), found
         return found
 
     def problem(self, model: nn.Module, mode: str = "eval") -> Problem:
         """An original bound, with all its parameters."""
         fact = _PROBLEM if mode == "eval" else f"{_PROBLEM}, {mode}"
-        return self.once(fact, model, lambda: bound_whole(model, self.form, mode))
+        return self.once(fact, model, lambda: _bound_whole(model, self.form, mode))
 
     def outputs(self, model: nn.Module, mode: str) -> Tensor:
         """What an original returns."""
-        return self.once(f"outputs, {mode}", model, lambda: _outputs(self.problem(model, mode), self.inputs))
+        find = lambda: _outputs(self.problem(model, mode), self.inputs)  # noqa: E731
+        return self.once(f"outputs, {mode}", model, find, light=True)
 
     def certify(
         self,
@@ -255,7 +258,7 @@ class Sample:
                 continue  # the same as eval
             before = scale * self.outputs(old, mode)
             given = self.inputs if inputs is None else inputs(self.inputs)
-            after = _outputs(bound_whole(new, self.form, mode), given)
+            after = _outputs(_bound_whole(new, self.form, mode), given)
             if keeps == "probabilities":
                 before, after = before.log_softmax(-1), after.log_softmax(-1)
             difference = float((after - before).abs().max()) if before.numel() else 0.0
@@ -288,7 +291,7 @@ def _likely_shapes(model: nn.Module) -> Iterable[tuple[int, ...]]:
     return []
 
 
-def bound_whole(model: nn.Module, form: Form, batch_norm: str = "eval") -> Problem:
+def _bound_whole(model: nn.Module, form: Form, batch_norm: str = "eval") -> Problem:
     """A model with all its parameters, for which no loss matters."""
     return Problem(model, params="*", batch_norm=batch_norm, form=form)
 
