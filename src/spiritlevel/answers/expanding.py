@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from spiritlevel.answers.surface import MovingStatistics
@@ -26,6 +25,7 @@ from spiritlevel.estimators import Operator
 from spiritlevel.measures import Setting
 from spiritlevel.operators.products import hessian_product, loss_gradient
 from spiritlevel.results import SampleTraces
+from spiritlevel.results.quantiles import student
 from spiritlevel.samples.margins import share_right
 from spiritlevel.samples.probing import differentiator, form_along, generator_of
 
@@ -334,6 +334,8 @@ def spread(way: Way, deviation: Params, draws: Sequence[Params], means: Tensor |
     3aᵀAa + Tr A³; its limits are those of a Pearson curve of type III with these (mathematics 12.2). `means` are the
     samples' ½Tr A where they are known exactly.
     """
+    from scipy import stats  # 0.3 s to import
+
     setting = way.setting
     scale = laid_out(setting, deviation)
     gradient = _gradient(way)
@@ -419,7 +421,9 @@ def flips_of_one_draw(totals: Tensor) -> tuple[float, float]:
     The wider of two laws: Student's t for draws that vary together, and that of independent flips, which also holds
     where hardly any were seen.
     """
+    from scipy import stats  # 0.3 s to import
+
     draws, mean = len(totals), float(totals.mean())
-    half = float(totals.std()) * math.sqrt(1 + 1 / draws) * float(stats.t.ppf(0.975, draws - 1))
+    half = float(totals.std()) * math.sqrt(1 + 1 / draws) * float(student(0.975, draws - 1))
     law = stats.nbinom(float(totals.sum()) + 0.5, draws / (draws + 1))
     return min(mean, max(half, mean - float(law.ppf(0.025)))), max(half, float(law.ppf(0.975)) - mean)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from spiritlevel.answers.measuring import RESAMPLES
@@ -26,6 +25,7 @@ from spiritlevel.results import (
     skewed_limits,
     standard_error,
 )
+from spiritlevel.results.quantiles import student
 from spiritlevel.statistics.subsets import of_owners
 
 KEEP_FUNCTION = frozenset(name for name in TRANSFORMS if name in SAME)
@@ -104,7 +104,7 @@ class Pairing:
             return nothing, "lower bounds", "both are lower bounds that an optimiser found"
         difference, spread, tolerance = b.value - a.value, math.hypot(a.stderr, b.stderr), a.tolerance + b.tolerance
         if "estimated" in statuses:
-            half = spread * float(stats.t.ppf(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
+            half = spread * float(student(0.5 + self.level / 2, max(1.0, min(a.dof, b.dof)))) + tolerance
             note = "the interval is that of the probes, on these samples"
             return (difference - half, difference + half), "probes", note
         if tolerance and abs(difference) <= tolerance:

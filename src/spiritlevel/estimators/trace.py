@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import scipy
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from spiritlevel.estimators.operator import Product, columns_at_once, identity_b
 from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
 from spiritlevel.results import DiagonalEstimate, Estimate
 from spiritlevel.results.intervals import standard_error
+from spiritlevel.results.quantiles import chi_squared
 
 _PILOT = 16  # probes that decide how many a relative error needs
 _MOST_PROBES = 4096  # where the search for a relative error gives up
@@ -186,7 +186,7 @@ def _expected_form(
     else:
         draws = draw(range(_PILOT))
         error = power * rel_err * abs(offset + float(draws.mean()))
-        variance = float(draws.var()) * (_PILOT - 1) / float(scipy.stats.chi2.ppf(0.1, _PILOT - 1))
+        variance = float(draws.var()) * (_PILOT - 1) / chi_squared(0.1, _PILOT - 1)
         needed = variance / error**2 if error > 0 else (math.inf if variance > 0 else 0.0)
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
             return exact()

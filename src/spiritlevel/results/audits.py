@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import scipy
-
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Result
 from spiritlevel.results.estimates import Estimate, with_status
 from spiritlevel.results.formatting import aligned, at_least, figure, in_short, times, with_limits
+from spiritlevel.results.quantiles import student
 from spiritlevel.results.tables import Columns, Table
 
 EFFECTS: dict[str, str] = {
@@ -122,7 +121,7 @@ class AuditRow(Result):
         if self.before.sign * self.after.sign < 0:
             return math.inf
         if math.isfinite(self.ratio) and not math.isnan(self.ratio_error):
-            half = self.ratio_error * float(scipy.stats.t.ppf(0.975, self.after.dof))
+            half = self.ratio_error * float(student(0.975, self.after.dof))
             return moved_at_least((1.0, 1.0), (self.ratio - half, self.ratio + half))
         return moved_at_least(_around(self.before), _around(self.after))
 

@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import scipy
 from torch import Tensor
 
 from spiritlevel.arguments import checked
@@ -15,6 +14,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.results.codec import Misfit, Result
 from spiritlevel.results.formatting import figure, with_error
 from spiritlevel.results.intervals import mean_skewness, skewed_limits, standard_error
+from spiritlevel.results.quantiles import normal
 
 STATUSES = ("exact", "converged", "estimated", "lower bound", "not converged", "undefined")
 """What a number is worth, see `Estimate`."""
@@ -156,7 +156,7 @@ class Estimate(Result):
             return math.nan, math.nan
         low, high = self._limits(error, dof, level)
         if data and self.data_limits is not None:
-            stretch = float(scipy.stats.norm.ppf(0.5 + level / 2) / scipy.stats.norm.ppf(0.975))
+            stretch = normal(0.5 + level / 2) / normal(0.975)
             there, back = (math.log, _exp) if self._in_logs else (float, float)
             here = there(self.value)
             below, above = ((there(limit) - here) * stretch for limit in self.data_limits)

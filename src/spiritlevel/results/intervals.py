@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-import scipy
 import torch
 from torch import Tensor
+
+from spiritlevel.results.quantiles import beta, student
 
 
 def standard_error(draws: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def errors_off(skew: Any, dof: float, level: float) -> tuple[Any, Any]:
     skew = _SEEN * skew
     a = skew / 3
     flat = np.abs(a) < 1e-9
-    t = scipy.stats.t.ppf(0.5 + level / 2, dof / (1 + skew**2 + np.where(flat, 0.0, 3 / dof if dof else 0.0)))
+    t = student(0.5 + level / 2, dof / (1 + skew**2 + np.where(flat, 0.0, 3 / dof if dof else 0.0)))
     safe = np.where(flat, 1.0, a)
     below, above = (np.where(flat, u, (np.cbrt(1 + 3 * a * (u - skew / 6)) - 1) / safe) for u in (t, -t))
     return below, -above
@@ -117,8 +118,8 @@ def share_limits(share: float, count: int, population: int) -> tuple[float, floa
     """
     worth = count / (1 - count / population)  # the rest alone is unknown
     right = share * worth
-    low = float(scipy.stats.beta.ppf(0.025, right, worth - right + 1)) if right > 0 else 0.0
-    high = float(scipy.stats.beta.ppf(0.975, right + 1, worth - right)) if right < worth else 1.0
+    low = beta(0.025, right, worth - right + 1) if right > 0 else 0.0
+    high = beta(0.975, right + 1, worth - right) if right < worth else 1.0
     return low, high
 
 

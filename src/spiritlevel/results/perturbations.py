@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
-import scipy
 from torch import Tensor
 
 from spiritlevel.arguments import checked
@@ -15,6 +14,7 @@ from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure
 from spiritlevel.results.pages import Shown
+from spiritlevel.results.quantiles import normal, ranks
 from spiritlevel.results.reports import Pictures
 from spiritlevel.results.tables import Columns, Table
 
@@ -53,7 +53,7 @@ class Prediction(Estimate):
         """
         if not 0 < level < 1:
             raise InputError(f"interval needs a level between 0 and 1, got {level}.")
-        stretch = float(scipy.stats.norm.ppf(0.5 + level / 2) / scipy.stats.norm.ppf(0.975))
+        stretch = normal(0.5 + level / 2) / normal(0.975)
         chance = [self.sources[name] for name in (RANDOM, SUBSET) if name in self.sources and (data or name != SUBSET)]
         known = self.sources.get(HIGHER, (0.0, 0.0))
         below, above = (stretch * math.hypot(*(part[side] for part in chance)) + known[side] for side in (0, 1))
@@ -266,7 +266,7 @@ def _spearman(values: list[float], truth: list[float]) -> float:
     both = np.array([values, truth], dtype=float)
     if both.shape[1] < 3 or not np.isfinite(both).all() or np.ptp(both[0]) == 0 or np.ptp(both[1]) == 0:
         return math.nan
-    return float(scipy.stats.spearmanr(both[0], both[1]).statistic)
+    return float(np.corrcoef(ranks(both[0]), ranks(both[1]))[0, 1])
 
 
 def _count(value: float) -> str:

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy import stats as scipy_stats
+from scipy.special import ndtr
 
 from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, checked_seed, counted, unknown_name, whole_number
 from spiritlevel.results import Correlation, Margins, Result, SampleTraces
+from spiritlevel.results.quantiles import ranks, student
 from spiritlevel.statistics.outliers import inliers
 
 Array = NDArray[Any]
@@ -292,8 +293,8 @@ def correlate(
     elif independent < _FEWEST:
         notes.append(f"with {counted(independent, 'sequence')}, r may lie anywhere between -1 and 1")
     fewest = min([independent, *(c.draws.shape[1] for c in (x, y) if c.draws is not None and c.draws.shape[1] > 1)])
-    lower, upper = np.quantile(_resampled(x, y, resamples, seed), scipy_stats.norm.cdf([-1.0, 1.0]))
-    half = scipy_stats.t.ppf(0.5 + level / 2, fewest - 1) * (upper - lower) / 2
+    lower, upper = np.quantile(_resampled(x, y, resamples, seed), ndtr([-1.0, 1.0]))
+    half = student(0.5 + level / 2, fewest - 1) * (upper - lower) / 2
     half = math.inf if min(distinct, independent) < _FEWEST else half
     slope = r * _centred(y.values)[1] / _centred(x.values)[1]
     return Correlation(
@@ -303,7 +304,7 @@ def correlate(
         n=len(x.values),
         removed=removed,
         r_all=r_all,
-        spearman=_pearson(scipy_stats.rankdata(x.values), scipy_stats.rankdata(y.values)),
+        spearman=_pearson(ranks(x.values), ranks(y.values)),
         slope=slope,
         intercept=float(y.values.mean() - slope * x.values.mean()),
         disattenuated=_disattenuated(x, y),
@@ -334,7 +335,9 @@ def kendall(a: Any, b: Any) -> float:
     x, y = _pair(a, b)
     if len(x.values) < 2 or np.ptp(x.values) == 0 or np.ptp(y.values) == 0:
         return math.nan
-    return float(scipy_stats.kendalltau(x.values, y.values).statistic)
+    from scipy import stats  # 0.3 s, and only this function needs it
+
+    return float(stats.kendalltau(x.values, y.values).statistic)
 
 
 @checked

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 from scipy.special import entr
+
+from spiritlevel.results.quantiles import ranks
 
 Array = NDArray[Any]
 
@@ -181,5 +182,5 @@ def auroc(scores: Any, positive: Any) -> float:
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others or np.isnan(scores).any():
         return math.nan
-    ranks = stats.rankdata(scores)[positive].sum()
-    return float((ranks - count * (count + 1) / 2) / (count * others))
+    total = ranks(scores)[positive].sum()
+    return float((total - count * (count + 1) / 2) / (count * others))

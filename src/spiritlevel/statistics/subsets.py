@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy import stats
 from torch import Tensor
 
 from spiritlevel.results import Estimate
 from spiritlevel.results.intervals import FEWEST, share_limits, subset_mean
+from spiritlevel.results.quantiles import normal, student
 
 GROUPS = 10  # of the jackknife, and of the estimates of bias
-_Z = float(stats.norm.ppf(0.975))
+_Z = normal(0.975)
 
 
 class SubsetError(NamedTuple):
@@ -109,7 +109,7 @@ def by_jackknife(value: float, without: Sequence[float], count: int, population:
         return unknown("it is not defined without some of the samples")
     groups = len(found)
     error = math.sqrt((groups - 1) * float(found.var(correction=0)) * (1 - count / population))
-    half = error * float(stats.t.ppf(0.975, groups - 1))
+    half = error * float(student(0.975, groups - 1))
     return SubsetError(error, value - half, value + half)
 
 

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from spiritlevel.results.quantiles import student
+
 SEEDS = 3
 """The fewest seeds that can decide."""
 TIMES_CHANCE = 5
@@ -257,10 +259,8 @@ def _interval(values: Sequence[float], range_: Range, limits: tuple[float, float
     back = _exp if range_.ratio else float
     if len(scaled) < 2:
         return Part(back(mean), None, None, range_.ratio)
-    from scipy import stats
-
     spread = math.sqrt(math.fsum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1) / len(scaled))
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(scaled) - 1)) * spread
+    half = float(student((1 + CONFIDENCE) / 2, len(scaled) - 1)) * spread
     low, high = back(mean - half), back(mean + half)
     if limits is not None:
         low, high = max(low, limits[0]), min(high, limits[1])
