@@ -20,8 +20,8 @@ def compiled_products() -> Iterator[None]:
     """Operators made inside compile the product that they have recorded."""
     plain = replay._cut
 
-    def cut(*arguments: Any) -> Any:
-        trace, names = plain(*arguments)
+    def cut(*arguments: Any, **options: Any) -> Any:
+        trace, names = plain(*arguments, **options)
         return dataclasses.replace(trace, multiply=torch.compile(trace.multiply)), names
 
     replay._cut = cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import jacrev
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.state import _load_forward_mode
@@ -66,10 +68,14 @@ def test_the_constants_of_a_kept_batch_are_prepared_once(monkeypatch: pytest.Mon
     prepared: list[int] = []
     cut = replay._cut
 
-    def counting(*arguments: Any) -> Any:
-        trace, values = cut(*arguments)
-        trace.prepare.register_forward_hook(lambda *_: prepared.append(1))
-        return trace, values
+    def counting(*arguments: Any, **options: Any) -> Any:
+        trace, values = cut(*arguments, **options)
+
+        def prepare(*tensors: Tensor) -> tuple[Tensor, ...]:
+            prepared.append(1)
+            return trace.prepare(*tensors)
+
+        return dataclasses.replace(trace, prepare=prepare), values
 
     monkeypatch.setattr(replay, "_cut", counting)
     matrix = mean_hessian(network("tanh"), some_data(6), batch_size=3)
@@ -95,8 +101,10 @@ def test_a_trace_keeps_no_tensor_but_its_constants() -> None:
     matrix.multiply(torch.ones(1, matrix.problem.size, dtype=torch.float64))
     (trace,) = matrix.traces.values()
     assert trace is not None
-    nodes = [*trace.prepare.graph.nodes, *trace.multiply.graph.nodes]
-    assert not any(isinstance(value, Tensor) for node in nodes for value in node.meta.values())
+    nodes = [*trace.prepare.nodes, *trace.multiply.nodes]
+    assert nodes
+    assert not any(isinstance(value, Tensor) for node in nodes for value in tree_leaves((node.args, node.kwargs)))
+    assert not any(argument.tensor is not None for node in nodes for argument in node.inputs)
 
 
 def test_several_vectors_do_not_have_the_kept_tensors_printed(monkeypatch: pytest.MonkeyPatch) -> None:

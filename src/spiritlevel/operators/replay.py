@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.func import functionalize
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from spiritlevel.operators.programs import Node, Program, live, nested
 from spiritlevel.watching.operations import UNKNOWN, Kind, Layer, Operation, dispatched
 from spiritlevel.watching.watchers import DispatchWatch
 
@@ -23,8 +24,8 @@ Flat = Callable[..., tuple[Tensor, ...]]  # of a vector, the parameters and a ba
 class Trace:
     """A product cut in two lists of operations: from the fixed tensors to constants, and from those and v to H v."""
 
-    prepare: fx.GraphModule
-    multiply: fx.GraphModule
+    prepare: Program
+    multiply: Program
     pure: bool = False
     """Whether it reads no tensor that the model holds beside its parameters."""
 
@@ -33,12 +34,12 @@ class Trace:
 class Tape:
     """One batch's product with its constants at hand."""
 
-    graph: fx.GraphModule
+    program: Program
     constants: tuple[Tensor, ...]
     samples: int
 
     def multiply(self, *vector: Tensor) -> Sequence[Tensor]:
-        return cast(Sequence[Tensor], self.graph(*vector, *self.constants))
+        return self.program(*vector, *self.constants)
 
     def size(self, owned: set[int]) -> int:
         """Bytes of the constants, without the storages that exist anyway."""
@@ -53,41 +54,50 @@ class _Untraceable(Exception):
 class _Recorder(DispatchWatch):
     """Writes down all operations on tensors that are executed inside it, in functional form.
 
-    Where a tensor does not follow from the first `moving` inputs, `values[node.meta["value"]]` is the tensor itself,
-    if values are to be kept. Nodes refer to each other in cycles, so what they held themselves would outlive them.
+    Where a tensor does not follow from the first `moving` inputs, `values[node.value]` is the tensor itself, if values
+    are to be kept.
     """
 
     def __init__(self, inputs: Sequence[Tensor], moving: int, keep: bool) -> None:
         super().__init__()
-        self.graph, self.keep = fx.Graph(), keep
-        self.outside: dict[str, Tensor] = {}  # buffers and the like
-        self.values: dict[str, Tensor] = {}
-        self.nodes = WeakTensorKeyDictionary()
+        self.keep = keep
+        self.nodes = list[Node]()
+        self.outside = False  # whether it met tensors that are not inputs: buffers and the like
+        self.values: dict[int, Tensor] = {}
+        self.known = dict[int, tuple[weakref.ref[Tensor], Node]]()
         self.in_place = False  # whether a value may have been overwritten
         for index, tensor in enumerate(inputs):
-            self._name(tensor, self.graph.placeholder(f"input_{index}"), moves=index < moving)
+            self._name(tensor, self._write(Node(moves=index < moving)))
+        self.inputs = tuple(self.nodes)
 
-    def _name(self, tensor: Tensor, node: fx.Node, moves: bool = False) -> None:
-        node.meta["shape"], node.meta["dtype"] = tensor.shape, tensor.dtype
-        if not moves:
-            node.meta["value"] = node.name
+    def _write(self, node: Node) -> Node:
+        self.nodes.append(node)
+        return node
+
+    def _name(self, tensor: Tensor, node: Node) -> None:
+        node.shape, node.dtype = tensor.shape, tensor.dtype
+        if not node.moves:
+            node.value = len(self.nodes)
             if self.keep:
-                self.values[node.name] = tensor
-        self.nodes[tensor] = node
+                self.values[node.value] = tensor
+        self.known[id(tensor)] = weakref.ref(tensor), node
 
-    def node(self, tensor: Tensor) -> fx.Node:
+    def node(self, tensor: Tensor) -> Node:
         """The node that computed a tensor."""
-        if tensor not in self.nodes:
-            name = f"outside_{len(self.outside)}"
-            self.outside[name] = tensor
-            self._name(tensor, self.graph.create_node("get_attr", name))
-        return self.nodes[tensor]
+        found = self.known.get(id(tensor))
+        if found is not None and found[0]() is tensor:  # else another tensor had this place in memory before
+            return found[1]
+        node = self._write(Node(tensor=tensor))
+        self.outside = True
+        self._name(tensor, node)
+        return node
 
     def _nodes(self, value: Any) -> Any:
         """Arguments with nodes in place of tensors."""
-        if isinstance(value, Tensor):
-            return self.node(value)
-        return [self._nodes(item) for item in value] if isinstance(value, list | tuple) else value
+        return self.node(value) if isinstance(value, Tensor) else nested(self._nodes, value)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Node:
+        return self._write(Node(function, args))
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _UNREPEATABLE.isdisjoint(func.tags):
@@ -108,28 +118,24 @@ class _Recorder(DispatchWatch):
         if func._schema.is_mutable:
             function, self.in_place = _functional(func), True
         arguments = tuple(map(self._nodes, args)), {key: self._nodes(value) for key, value in kwargs.items()}
-        node = self.graph.create_node("call_function", function, *arguments)
-        moves = any("value" not in argument.meta for argument in node.all_input_nodes)
-        if several and not moves:
-            node.meta["value"] = None  # the items have values, the list has none
+        node = self._write(Node(function, *arguments))
         for index, item in tensors:
-            self._name(item, self.graph.call_function(operator.getitem, (node, index)) if several else node, moves)
+            self._name(item, self._call(operator.getitem, node, index) if several else node)
         return result
 
     def _write_by_index(self, func: Any, result: Tensor, args: Any, kwargs: Any) -> None:
         """A view by strides, or a write to one, as numbers of the flattened tensor: the same in any memory."""
         source, scatters = args[0], func is _aten.as_strided_scatter.default
-        place = _places(source, *args[2 if scatters else 1 :], *kwargs.values())
-        written = [self.node(args[1])] if scatters else []
-        moves = any("value" not in node.meta for node in [self.node(source), *written])
-        flat = self.graph.call_function(_aten.reshape.default, (self.node(source), [-1]))
-        self._name(source.reshape(-1), flat, moves)
-        function = _aten.index_put.default if scatters else _aten.index.Tensor
-        node = self.graph.call_function(function, (flat, [self.node(place)], *written))
+        place = self.node(_places(source, *args[2 if scatters else 1 :], *kwargs.values()))
+        flat = self._call(_aten.reshape.default, self.node(source), [-1])
+        self._name(source.reshape(-1), flat)
         if scatters:
-            self._name(result.reshape(-1), node, moves)
-            node = self.graph.call_function(_aten.reshape.default, (node, list(source.shape)))
-        self._name(result, node, moves)
+            node = self._call(_aten.index_put.default, flat, [place], self.node(args[1]))
+            self._name(result.reshape(-1), node)
+            node = self._call(_aten.reshape.default, node, list(source.shape))
+        else:
+            node = self._call(_aten.index.Tensor, flat, [place])
+        self._name(result, node)
 
 
 _aten = torch.ops.aten
@@ -183,12 +189,13 @@ def try_to_trace(
     try:
         with recorder:
             results = functionalize(function)(*vector, *params, *data)
-            nodes = tuple(recorder.node(result) for result in results)
-        recorder.graph.output(nodes)
-        trace, chosen = _cut(_simplified(recorder.graph), len(vector), recorder.outside)
+            found = [recorder.node(result) for result in results]
+        nodes, found = _simplified(recorder.nodes, found)
+        trace, chosen = _cut(recorder.inputs, nodes, found, len(vector), pure=not recorder.outside)
     except Exception:  # whatever cannot be traced can still be differentiated
         return None
-    constants = None if recorder.in_place or not keep else tuple(recorder.values[name].detach() for name in chosen)
+    known = keep and not recorder.in_place and None not in chosen
+    constants = tuple(recorder.values[value].detach() for value in chosen if value is not None) if known else None
     return Traced(trace, constants, tuple(result.detach() for result in results))
 
 
@@ -217,85 +224,66 @@ def checked_trace(
     return traced._replace(constants=constants) if right else None
 
 
-def _simplified(graph: fx.Graph) -> fx.Graph:
-    """The same operations without aliases, repetitions, and additions of zeros (the tangents of what does not move)."""
-    graph.eliminate_dead_code()
-    result, image, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[str, fx.Node]()
-    zeros: set[fx.Node] = set()
-    for node in graph.nodes:
-        arguments = [image[argument] for argument in node.all_input_nodes]
+def _simplified(recorded: Sequence[Node], results: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The same operations and results without aliases, repetitions, and additions of zeros (tangents of what stays)."""
+    nodes, image = list[Node](), dict[Node, Node]()
+    known, zeros = dict[Any, Node](), set[Node]()
+    for node in live(recorded, results):
+        if node.function is None:
+            image[node] = node
+            continue
         operation = _operation(node)
-        if operation.kind is Kind.ALIAS or (node.target is _aten.copy.default and _alike(node, arguments[-1])):
+        arguments = [image[argument] for argument in node.inputs]
+        if operation.kind is Kind.ALIAS or (node.function is _aten.copy.default and _alike(node, arguments[-1])):
             image[node] = arguments[-1]
             continue
-        if node.target is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
+        if node.function is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
             others = [argument for argument in arguments if argument not in zeros]
-            if len(others) == 1 and others[0].meta["dtype"] == node.meta["dtype"]:
+            if len(others) == 1 and others[0].dtype == node.dtype:
                 image[node] = others[0]
                 if not _alike(node, others[0]):
-                    image[node] = result.call_function(_aten.expand.default, (others[0], list(node.meta["shape"])))
-                    image[node].meta = node.meta
+                    assert node.shape is not None
+                    image[node] = node.replaced_by(Node(_aten.expand.default, [others[0], list(node.shape)]))
+                    nodes.append(image[node])
                 continue
-        copy = result.node_copy(node, lambda argument: image[argument])
-        if node.op == "call_function":
-            first = known.setdefault(f"{node.target} {copy.args} {copy.kwargs}", copy)
-            if first is not copy:
-                result.erase_node(copy)
-            image[node] = first
-            if operation.name == "zeros" or _vanishes(first, zeros):
-                zeros.add(first)
-        else:
-            image[node] = copy
-    result.eliminate_dead_code()
-    return result
+        copy = node.on(image)
+        first = known.setdefault(copy.key(), copy)
+        if first is copy:
+            nodes.append(copy)
+        image[node] = first
+        if operation.name == "zeros" or _vanishes(first, zeros):
+            zeros.add(first)
+    found = [image[result] for result in results]
+    return nodes, found
 
 
-def _operation(node: fx.Node) -> Operation:
-    return dispatched(node.target) if isinstance(node.target, torch._ops.OpOverload) else UNKNOWN
+def _operation(node: Node) -> Operation:
+    return dispatched(node.function) if isinstance(node.function, torch._ops.OpOverload) else UNKNOWN
 
 
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    return (a.meta["shape"], a.meta["dtype"]) == (b.meta["shape"], b.meta["dtype"])
+def _alike(a: Node, b: Node) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
-def _vanishes(node: fx.Node, zeros: set[fx.Node]) -> bool:
+def _vanishes(node: Node, zeros: set[Node]) -> bool:
     """Whether an operation is zero because one of its tensors is."""
     operation = _operation(node)
     if operation.layer is Layer.CONVOLUTION:  # plus a bias
         return node.args[2] is None and (node.args[0] in zeros or node.args[1] in zeros)
-    if node.target is _aten.convolution_backward.default:  # of which the first argument is a factor of all results
+    if node.function is _aten.convolution_backward.default:  # of which the first argument is a factor of all results
         return node.args[0] in zeros
-    known = operation.vanishes or node.target is operator.getitem
-    return known and any(argument in zeros for argument in node.all_input_nodes)
+    known = operation.vanishes or node.function is operator.getitem
+    return known and any(argument in zeros for argument in node.inputs)
 
 
-def _cut(graph: fx.Graph, vector: int, outside: dict[str, Tensor]) -> tuple[Trace, list[str]]:
-    """The operations that depend on the first `vector` placeholders, the ones before those, and the values between."""
-    placeholders = list(graph.find_nodes(op="placeholder"))[:vector]
-    (output,) = graph.find_nodes(op="output")
-    moving = set(placeholders)
-    for node in graph.nodes:
-        if node is not output and not moving.isdisjoint(node.all_input_nodes):
-            moving.add(node)
-    needed = [argument for node in graph.nodes if node in moving or node is output for argument in node.all_input_nodes]
-    constants = dict.fromkeys(argument for argument in needed if argument not in moving)
-
-    prepare, image = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        if node not in moving and node is not output:
-            image[node] = prepare.node_copy(node, lambda argument: image[argument])
-    prepare.output(tuple(image[node] for node in constants))
-    prepare.eliminate_dead_code()
-
-    multiply, moved = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in [*placeholders, *constants]:
-        moved[node] = multiply.placeholder(f"given_{node.name}")
-    for node in graph.nodes:
-        if node in moving and node not in moved:
-            moved[node] = multiply.node_copy(node, lambda argument: moved[argument])
-    multiply.output(tuple(moved[node] for node in output.args[0]))
-    names = [node.meta["value"] for node in constants]
-    modules = [fx.GraphModule(outside, operations) for operations in (prepare, multiply)]
-    for module in modules:
-        module.graph.owning_module = None  # a cycle, which would keep the tensors from outside alive
-    return Trace(modules[0], modules[1], pure=not outside), names
+def _cut(
+    inputs: Sequence[Node], nodes: Sequence[Node], results: Sequence[Node], vector: int, pure: bool
+) -> tuple[Trace, list[int | None]]:
+    """The operations that depend on the first `vector` inputs, the ones before those, and the values between."""
+    nodes = live(nodes, results)
+    moving = [node for node in nodes if node.moves]
+    needed = [argument for node in moving for argument in node.inputs]
+    constants = list(dict.fromkeys(argument for argument in [*needed, *results] if not argument.moves))
+    prepare = Program(inputs[vector:], [node for node in nodes if not node.moves], constants)
+    multiply = Program([*inputs[:vector], *constants], moving, results)
+    return Trace(prepare, multiply, pure), [node.value for node in constants]
