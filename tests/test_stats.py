@@ -22,7 +22,7 @@ from torch import nn
 
 from spiritlevel.binding.losses import aceht
 from spiritlevel.errors import InputError
-from spiritlevel.results import Correlation, Estimate, Margins, SampleTraces
+from spiritlevel.results import Correlation, Estimate, Margins, SampleTraces, quantiles
 from spiritlevel.samples.margins import margin_bound, margins
 from spiritlevel.statistics import correlation, outliers
 from spiritlevel.statistics.correlation import correlate, kendall, skewness
@@ -436,3 +436,22 @@ def test_three_sequences_leave_a_correlation_open() -> None:
     found = correlate(*_tokens(0, sequences=3), outliers="none")
     assert (found.low, found.high) == (-1, 1)
     assert found.notes == ("with 3 sequences, r may lie anywhere between -1 and 1",)
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.1, 0.5, 0.8413447, 0.975, 0.9999, 1 - 1e-9])
+def test_quantiles_are_those_of_scipy_stats(share: float) -> None:
+    degrees = np.array([0.3, 1.0, 1.5, 2.0, 5.5, 15.0, 999.0, 1e5, 1e8, 1e12, np.inf])
+    np.testing.assert_allclose(
+        quantiles.student(share, degrees), scipy_stats.t.ppf(share, degrees), rtol=1e-9, atol=1e-12
+    )
+    assert quantiles.normal(share) == pytest.approx(scipy_stats.norm.ppf(share), rel=1e-9, abs=1e-12)
+    for dof in (1, 15, 1000, 1e6):
+        assert quantiles.chi_squared(share, dof) == pytest.approx(scipy_stats.chi2.ppf(share, dof), rel=1e-8)
+    for a, b in [(0.5, 0.7), (1.0, 2.0), (3.2, 1e6), (1e5, 2.0)]:
+        assert quantiles.beta(share, a, b) == pytest.approx(scipy_stats.beta.ppf(share, a, b), rel=1e-8)
+    assert np.isnan(quantiles.student(share, [0.0, -1.0, np.nan])).all()
+
+
+def test_ranks_are_those_of_scipy_stats() -> None:
+    values = np.random.default_rng(0).integers(0, 9, 50)
+    np.testing.assert_array_equal(quantiles.ranks(values), scipy_stats.rankdata(values))
