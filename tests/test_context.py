@@ -275,14 +275,47 @@ def test_an_adopted_trace_gives_the_products_of_the_new_model(data: Data) -> Non
     torch.testing.assert_close(moved.hessian.dense(), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", [np.int64(3), torch.tensor(3)])
-@pytest.mark.parametrize("function", [sl.sample_traces, sl.landscape, sl.audit])
-def test_a_seed_is_any_kind_of_whole_number(function: Callable[..., Any], seed: Any, data: Data) -> None:
-    options: dict[str, Any] = {"points": 3} if function is sl.landscape else {}
-    options |= {"measures": ["trace"], "transforms": ["rescale_layers"]} if function is sl.audit else {}
-    function(net(), data, seed=seed, **options)
-    with pytest.raises(InputError, match=r"seed must be a whole number from 0 to 4,000,000,000, got 0\.5"):
-        function(net(), data, seed=0.5, **options)
+def _seeded(data: Data) -> dict[str, Callable[[Any], object]]:
+    """Every public function with a seed, as a function of it; and the transforms that this network has."""
+    model, op, values = net(), sl.hessian(net(), data), torch.rand(30)
+    few: dict[str, Any] = {"measures": ["trace"]}
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "audit": ((model, data), few | {"transforms": ["rescale_layers"]}),
+        "batch_eigenvalues": ((model, data), {"batch_size": 4, "count": 1}),
+        "choose_bits": ((model, data, 4), {}),
+        "compare": ((model, net(), data), few | {"audit": False}),
+        "correlate": ((values, values.sin()), {}),
+        "landscape": ((model, data), {"points": 3}),
+        "measure": ((model, data), few | {"parts": []}),
+        "perturb": ((model, data, "int8"), {}),
+        "rank": (({"a": model, "b": net()}, data), few),
+        "stability": ((torch.optim.SGD(model.parameters(), 0.1), model, data), {}),
+        "Tracker": ((model, data), {}),
+    }
+    named = {name: getattr(sl, name) for name in sl._HOME}
+    known = {name for name, value in named.items() if inspect.isfunction(value) or name == "Tracker"}
+    known = {name for name in known if "seed" in inspect.signature(named[name]).parameters}
+    for name in known - given.keys():
+        given[name] = ((op,) if "op" in inspect.signature(named[name]).parameters else (model, data)), {}
+    transforms = {
+        name: lambda seed, name=name: getattr(sl.transforms, name)(model, data=data[0], seed=seed)  # type: ignore[misc]
+        for name in ("permute_units", "shift_logits", "split_units")
+    }
+    return transforms | {
+        name: lambda seed, name=name: named[name](*given[name][0], **given[name][1], seed=seed)  # type: ignore[misc]
+        for name in known
+    }
+
+
+def test_a_seed_is_any_kind_of_whole_number_everywhere(data: Data) -> None:
+    functions = _seeded(data)
+    assert {"spectrum", "rank", "Tracker", "split_units"} <= functions.keys()
+    for function in functions.values():
+        for seed in (np.int64(3), np.uint8(3), torch.tensor(3)):
+            function(seed)
+        for seed in (0.5, -1, True, 5_000_000_000, "3"):
+            with pytest.raises(InputError, match=r"^seed must be a whole number from 0 to 4,000,000,000"):
+                function(seed)
 
 
 COMMON = ("loss", "params", "batch_norm", "batch_size", "memory", "group", "seed")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov
 from spiritlevel.estimators.operator import Product, entries_of, in_full_precision
-from spiritlevel.estimators.probes import check_seed, gaussian, whole_of
+from spiritlevel.estimators.probes import gaussian
 from spiritlevel.results import Eigenpairs, Estimate
 
 _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
@@ -416,8 +416,8 @@ def check_end(product: Product, k: int, which: str, tol: float, seed: int) -> No
     public = tuple(name for name in ENDS if name != "both")
     if which not in public:
         raise unknown_name("end of the spectrum", which, public)
-    if not 1 <= whole_of("eigenvalues", "k", k) <= product.size:
+    if not 1 <= k <= product.size:
         raise InputError(f"eigenvalues needs k between 1 and the operator's size {product.size}, got {k}.")
     if not tol > 0:
         raise InputError(f"eigenvalues needs a tolerance tol > 0, got {tol}.")
-    check_seed(seed)
+    checked_seed(seed)
