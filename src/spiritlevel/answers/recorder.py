@@ -26,6 +26,7 @@ from spiritlevel.answers.visits import Visits, appended, gathered, merged, summa
 from spiritlevel.arguments import checked
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.errors import InputError, counted, first_line, shown, unknown_name, whole_number
+from spiritlevel.results import figure
 from spiritlevel.results.training import SuspiciousSamples
 from spiritlevel.storage import check_readable, write_atomically
 
@@ -288,7 +289,7 @@ class Recorder:
         each = len(log) / self.samples
         return (
             f"recorder of {counted(self.samples, 'sample')} after {counted(self.steps, 'step')}: "
-            f"{len(log.ids.unique()):,} seen, {each:.3g} times on average, {self.nbytes:,} bytes"
+            f"{len(log.ids.unique()):,} seen, {figure(each, 3)} times on average, {self.nbytes:,} bytes"
         )
 
     # ------------------------------------------------------------ keeping

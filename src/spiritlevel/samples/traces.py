@@ -33,7 +33,7 @@ from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, unknown_name, whole_number
 from spiritlevel.estimators import operator_trace
 from spiritlevel.operators.matrices import hessian_in
-from spiritlevel.results import Estimate, SampleTraces
+from spiritlevel.results import Estimate, SampleTraces, figure
 from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES, Collector, OtherFunction
@@ -190,7 +190,7 @@ def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, 
         )
     plan.notes += (why,) if why else ()
     if problem.rounding:
-        plan.notes += (f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",)
+        plan.notes += (f"the model rounds its values on the way, to about {figure(problem.rounding, 1)} of their size",)
     if not context.coupling and plan.norms is None:  # norms check that themselves
         check_independence(problem, inputs)
     budget = context.budget()
