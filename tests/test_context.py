@@ -372,6 +372,24 @@ def test_an_unknown_option_is_one_for_python(name: str, data: Data) -> None:
         getattr(sl, name)(*first, data, *{"perturb": ("int8",), "choose_bits": (4,)}.get(name, ()), targte="labels")
 
 
+@pytest.mark.parametrize("name", BINDING)
+def test_a_budget_that_is_none_is_refused_before_anything_is_measured(name: str, data: Data) -> None:
+    """A report went on, and called measures undefined for it; a comparison said nothing."""
+    function, model = getattr(sl, name), net()
+    if "memory" not in inspect.signature(function).parameters:
+        assert name in {"choose_bits", "input_curvature", "margins", "stability", "Tracker"}
+        return
+    models = (model, net(1)) if name == "compare" else (model,)
+    for memory in ("lots", 0, -1):
+        with pytest.raises(InputError, match=r"^memory must be"):
+            function(*models, data, *{"perturb": ("int8",)}.get(name, ()), memory=memory)
+
+
+def test_rank_refuses_a_budget_that_is_none(data: Data) -> None:
+    with pytest.raises(InputError, match=r"^checkpoint 'a': memory must be"):
+        sl.rank({"a": net(), "b": net(1)}, data, memory="lots")
+
+
 @pytest.mark.parametrize("name", ["measure", "audit", "compare"])
 def test_chosen_parameters_are_those_that_are_measured(name: str, data: Data) -> None:
     model = net()

@@ -130,6 +130,7 @@ def _found(below: float | None, above: float | None, line: _Line, way_out: str) 
     if below is not None:
         reason = f"the loss is still lower at {figure(below, 3)} times the optimiser's step{way_out}"
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
+    assert above is not None, "one end at least is tried"
     reason = f"the loss is not lower at {figure(above, 3)} times the optimiser's step"
     reason += way_out or ", where that may be mere rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)

@@ -84,6 +84,8 @@ class Context:
         self.problem = make(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
         self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
+        if memory is not None:
+            parse_memory(memory)  # now, not where a measure first asks for it
         self.batch_norm, self.ordered = batch_norm, ordered
         self.group = self.problem.group if isinstance(self.problem, ShardedProblem) and group is None else group
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
