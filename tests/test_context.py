@@ -385,6 +385,26 @@ def test_a_budget_that_is_none_is_refused_before_anything_is_measured(name: str,
             function(*models, data, *{"perturb": ("int8",)}.get(name, ()), memory=memory)
 
 
+def test_results_say_which_parameters_were_chosen(data: Data) -> None:
+    """The same number of some parameters and of all is not the same number."""
+    model, said = net(), "18 of 51 parameters (2.weight)"
+    report = sl.measure(model, data, params="2.weight", measures=["trace"], parts=[])
+    assert report.settings["parameters"] == said
+    assert str(report).startswith(f"Sequential: {said}\n")
+    assert said in report.to_html()
+    audit = sl.audit(model, data, params="2.weight", measures=["trace"], transforms=["shift_logits"])
+    assert said in audit.notes
+    assert said in str(audit)
+    found = sl.compare(model, net(1), data, params="2.weight", measures=["trace"], audit=False)
+    assert found.settings["parameters"] == f"{said} and {said}"
+    whole = sl.measure(model, data, params=["0", "2"], measures=["trace"], parts=[])
+    assert "parameters" not in whole.settings
+    assert str(whole).startswith("Sequential: 51 parameters\n")
+    frozen = net()
+    frozen[0].requires_grad_(False)  # type: ignore[index]
+    assert "parameters" not in sl.measure(frozen, data, measures=["trace"], parts=[]).settings
+
+
 def test_rank_refuses_a_budget_that_is_none(data: Data) -> None:
     with pytest.raises(InputError, match=r"^checkpoint 'a': memory must be"):
         sl.rank({"a": net(), "b": net(1)}, data, memory="lots")

@@ -319,6 +319,15 @@ class Context:
         """The model that is measured; for one in half precision, a float32 copy."""
         return self.problem.model
 
+    @property
+    def chosen(self) -> str:
+        """How many parameters are measured, of how many, and which; empty unless `params` names some of them."""
+        names, whole = [*self.problem.params], sum(each.numel() for each in self.problem.model.parameters())
+        if self._params is None or self.problem.size == whole:
+            return ""
+        some = ", ".join(names if len(names) < 7 else [*names[:5], f"{len(names) - 5} others"])
+        return f"{self.problem.size:,} of {whole:,} parameters ({some})"
+
     def once(self, fact: Any, find: Callable[[], Found]) -> Found:
         """What `find` finds out about this model on these data, the first time; the same again afterwards."""
         if fact not in self._found:

@@ -57,6 +57,8 @@ class Audit(OnParameters):
             )
         name = self.model if self.weights is None else f"{self.model} ({self.weights.name})"
         few = f"all {population:,}" if found.samples == population else f"{found.samples:,} of {population:,}"
-        tell_notes([f"{name}: {found.parameters:,} parameters, {few} samples", about, *samples.notes])
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        extent = f"{found.parameters:,} of {whole:,}" if self.params is not None else f"{found.parameters:,}"
+        tell_notes([f"{name}: {extent} parameters, {few} samples", about, *samples.notes])
         show_audit(found)
         return Outcome({"audit": found.to_dict()})
