@@ -134,6 +134,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "mlp:inputs=64,classes=4", "--data", "digits"], "has 10 classes (0, 1, 2, ...) but the model has"),
         (["measure", "mlp:inputs=64", "--data", "digits", "--time-limit", "-1"], "--time-limit must be a positive"),
         (["compare", "mlp:inputs=64", "mlp", "--data", "digits"], "fails on inputs of shape"),
+        (["measure", "mlp:inputs=64", "--data", "digits", "--memory", "lots"], "--memory must be a number of bytes"),
+        (["audit", "mlp:inputs=64", "--data", "digits", "--batch-size", "0"], "--batch-size must be a whole number"),
+        (["compare", *["mlp:inputs=64"] * 2, "--data", "digits", "--params", "9"], "unknown parameter '9'. Known: "),
         (["measure", "mlp:inputs=64", "--data", "digits", "--measures", ","], "--measures names no measure"),
         (["audit", "mlp:inputs=64", "--data", "digits", "--transforms", "rescale"], "unknown transform 'rescale'"),
         (["demo", "--epochs", "999999999999"], "demo needs --epochs from 1 to 1,000,000, got 999999999999."),
@@ -450,6 +453,25 @@ def test_audit_shows_what_stays(own: Path, capsys: pytest.CaptureFixture[str], m
     assert "parameters, 50 of 360 samples" in shown
     assert "trace can be moved at least" in shown
     assert any(line.split()[:1] == ["path_norm"] and line.split()[-1] == "=" for line in shown.splitlines())
+
+
+def test_chosen_parameters_are_measured_in_batches_of_the_size_that_is_asked_for(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(own)
+    args = ["--data", "test.npz", "--measures", "trace", "--memory", "50MB", "--batch-size", "32"]
+    args += ["--params", "*.bias", "--samples", "60", "--json"]
+    for command in (["measure"], ["audit", "--transforms", "shift_logits"], ["compare", "net.py:small"]):
+        assert cli.main([*command, "net.py:small", *args, f"{command[0]}.part"]) == 0
+    capsys.readouterr()
+    report, audit, comparison = (
+        json.loads((own / f"{name}.part").read_text(encoding="utf-8"))[key]
+        for name, key in (("measure", "report"), ("audit", "audit"), ("compare", "comparison"))
+    )
+    assert report["layers"].keys() == {"1.bias", "3.bias"}
+    value = report["rows"][0]["value"]["value"]
+    assert value == pytest.approx(audit["rows"][0]["before"]["value"], rel=1e-6)
+    assert [row["a"]["value"] for row in comparison["rows"] if row["name"] == "trace"] == [pytest.approx(value)]
 
 
 def test_an_interrupt_leaves_a_page_that_says_so(

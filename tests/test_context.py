@@ -275,14 +275,47 @@ def test_an_adopted_trace_gives_the_products_of_the_new_model(data: Data) -> Non
     torch.testing.assert_close(moved.hessian.dense(), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", [np.int64(3), torch.tensor(3)])
-@pytest.mark.parametrize("function", [sl.sample_traces, sl.landscape, sl.audit])
-def test_a_seed_is_any_kind_of_whole_number(function: Callable[..., Any], seed: Any, data: Data) -> None:
-    options: dict[str, Any] = {"points": 3} if function is sl.landscape else {}
-    options |= {"measures": ["trace"], "transforms": ["rescale_layers"]} if function is sl.audit else {}
-    function(net(), data, seed=seed, **options)
-    with pytest.raises(InputError, match=r"seed must be a whole number from 0 to 4,000,000,000, got 0\.5"):
-        function(net(), data, seed=0.5, **options)
+def _seeded(data: Data) -> dict[str, Callable[[Any], object]]:
+    """Every public function with a seed, as a function of it; and the transforms that this network has."""
+    model, op, values = net(), sl.hessian(net(), data), torch.rand(30)
+    few: dict[str, Any] = {"measures": ["trace"]}
+    given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "audit": ((model, data), few | {"transforms": ["rescale_layers"]}),
+        "batch_eigenvalues": ((model, data), {"batch_size": 4, "count": 1}),
+        "choose_bits": ((model, data, 4), {}),
+        "compare": ((model, net(), data), few | {"audit": False}),
+        "correlate": ((values, values.sin()), {}),
+        "landscape": ((model, data), {"points": 3}),
+        "measure": ((model, data), few | {"parts": []}),
+        "perturb": ((model, data, "int8"), {}),
+        "rank": (({"a": model, "b": net()}, data), few),
+        "stability": ((torch.optim.SGD(model.parameters(), 0.1), model, data), {}),
+        "Tracker": ((model, data), {}),
+    }
+    named = {name: getattr(sl, name) for name in sl._HOME}
+    known = {name for name, value in named.items() if inspect.isfunction(value) or name == "Tracker"}
+    known = {name for name in known if "seed" in inspect.signature(named[name]).parameters}
+    for name in known - given.keys():
+        given[name] = ((op,) if "op" in inspect.signature(named[name]).parameters else (model, data)), {}
+    transforms = {
+        name: lambda seed, name=name: getattr(sl.transforms, name)(model, data=data[0], seed=seed)  # type: ignore[misc]
+        for name in ("permute_units", "shift_logits", "split_units")
+    }
+    return transforms | {
+        name: lambda seed, name=name: named[name](*given[name][0], **given[name][1], seed=seed)  # type: ignore[misc]
+        for name in known
+    }
+
+
+def test_a_seed_is_any_kind_of_whole_number_everywhere(data: Data) -> None:
+    functions = _seeded(data)
+    assert {"spectrum", "rank", "Tracker", "split_units"} <= functions.keys()
+    for function in functions.values():
+        for seed in (np.int64(3), np.uint8(3), torch.tensor(3)):
+            function(seed)
+        for seed in (0.5, -1, True, 5_000_000_000, "3"):
+            with pytest.raises(InputError, match=r"^seed must be a whole number from 0 to 4,000,000,000"):
+                function(seed)
 
 
 COMMON = ("loss", "params", "batch_norm", "batch_size", "memory", "group", "seed")
@@ -337,6 +370,44 @@ def test_an_unknown_option_is_one_for_python(name: str, data: Data) -> None:
     first = (model, model) if name == "compare" else first
     with pytest.raises(TypeError, match=rf"^{name}\(\) got .* 'targte'; did you mean 'target'\?$"):
         getattr(sl, name)(*first, data, *{"perturb": ("int8",), "choose_bits": (4,)}.get(name, ()), targte="labels")
+
+
+@pytest.mark.parametrize("name", BINDING)
+def test_a_budget_that_is_none_is_refused_before_anything_is_measured(name: str, data: Data) -> None:
+    """A report went on, and called measures undefined for it; a comparison said nothing."""
+    function, model = getattr(sl, name), net()
+    if "memory" not in inspect.signature(function).parameters:
+        assert name in {"choose_bits", "input_curvature", "margins", "stability", "Tracker"}
+        return
+    models = (model, net(1)) if name == "compare" else (model,)
+    for memory in ("lots", 0, -1):
+        with pytest.raises(InputError, match=r"^memory must be"):
+            function(*models, data, *{"perturb": ("int8",)}.get(name, ()), memory=memory)
+
+
+def test_results_say_which_parameters_were_chosen(data: Data) -> None:
+    """The same number of some parameters and of all is not the same number."""
+    model, said = net(), "18 of 51 parameters (2.weight)"
+    report = sl.measure(model, data, params="2.weight", measures=["trace"], parts=[])
+    assert report.settings["parameters"] == said
+    assert str(report).startswith(f"Sequential: {said}\n")
+    assert said in report.to_html()
+    audit = sl.audit(model, data, params="2.weight", measures=["trace"], transforms=["shift_logits"])
+    assert said in audit.notes
+    assert said in str(audit)
+    found = sl.compare(model, net(1), data, params="2.weight", measures=["trace"], audit=False)
+    assert found.settings["parameters"] == f"{said} and {said}"
+    whole = sl.measure(model, data, params=["0", "2"], measures=["trace"], parts=[])
+    assert "parameters" not in whole.settings
+    assert str(whole).startswith("Sequential: 51 parameters\n")
+    frozen = net()
+    frozen[0].requires_grad_(False)  # type: ignore[index]
+    assert "parameters" not in sl.measure(frozen, data, measures=["trace"], parts=[]).settings
+
+
+def test_rank_refuses_a_budget_that_is_none(data: Data) -> None:
+    with pytest.raises(InputError, match=r"^checkpoint 'a': memory must be"):
+        sl.rank({"a": net(), "b": net(1)}, data, memory="lots")
 
 
 @pytest.mark.parametrize("name", ["measure", "audit", "compare"])

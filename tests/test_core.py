@@ -60,11 +60,16 @@ for result in (report, audit, comparison):
 ASKED = """
 tracker = sl.Tracker(model, data)
 tracker.measure()
+recorder = sl.Recorder(1)
+recorder.record(torch.zeros(1, 2), torch.tensor([1]), [0])
 optional = {
     "to_html": lambda: report.to_html(),
     "compared": lambda: comparison.to_html(),
     "frame": tracker.frame,
     "rows": report.frame,
+    "samples": recorder.frame,
+    "visits": recorder.history,
+    "suspects": recorder.to_html,
     "chart": tracker.chart,
 }
 assert report._repr_html_() is None, "a notebook shows the text"
@@ -88,11 +93,11 @@ def test_everything_can_be_measured_without_the_extras_and_the_rest_is_named() -
     assert done.returncode == 0, done.stderr
     install = r", which is not installed: run pip install 'spiritlevel\[report\]'\."
     asked = dict(line.split(": ", 1) for line in done.stdout.splitlines())
-    assert asked.keys() == {"to_html", "compared", "frame", "rows", "chart"}
+    assert asked.keys() == {"to_html", "compared", "frame", "rows", "samples", "visits", "suspects", "chart"}
     assert re.fullmatch(f"a page needs [a-z-]+{install}", asked["to_html"])
-    assert asked["compared"] == asked["to_html"]
+    assert asked["compared"] == asked["suspects"] == asked["to_html"]
     assert re.fullmatch(f"a table needs polars{install}", asked["frame"])
-    assert asked["rows"] == asked["frame"]
+    assert asked["rows"] == asked["samples"] == asked["visits"] == asked["frame"]
     assert re.fullmatch(f"a chart needs [a-z-]+{install}", asked["chart"])
 
 

@@ -7,14 +7,16 @@ as a program: `python test_device.py`. It prints a line of JSON for each check; 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,32 @@ def _products(operator: Callable[..., Any]) -> Callable[[nn.Module], Any]:
         return found.cpu()
 
     return products
+
+
+def _estimated(net: nn.Module) -> Any:
+    op = sl.hessian(net, samples())
+    diagonal = sl.diagonal(op, probes=8)
+    return diagonal, sl.spectral_norm(op), sl.frobenius_norm(op, probes=8), sl.spectral_density(op, probes=2, steps=5)
+
+
+def _stable(net: nn.Module) -> Any:
+    """Its vector, the start for the next call, lies where the model does; one that a file held will do as well."""
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    first = sl.stability(optimizer, net, samples())
+    assert first.vector is not None
+    assert first.vector.device == next(net.parameters()).device
+    again = sl.stability(optimizer, net, samples(), start=replace(first, vector=first.vector.cpu()))
+    return [(found.curvature, found.limit, found.side) for found in (first, again)]
+
+
+def moved(net: nn.Module) -> nn.Module:
+    """The network with other numbers, of the CPU's generator so that they are the same on both devices."""
+    other, generator = copy.deepcopy(net), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            step = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.1 * step.to(parameter.device))
+    return other
 
 
 def _trained(net: nn.Module) -> Any:
@@ -181,8 +209,11 @@ CHECKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], int
     "hessian, smooth": (smooth_net, _products(sl.hessian), 60),
     "gauss_newton": (smooth_net, _products(sl.gauss_newton), 60),
     "empirical_fisher": (smooth_net, _products(sl.empirical_fisher), 60),
+    "hessian_variance": (smooth_net, _products(sl.hessian_variance), 60),
+    "batch_eigenvalues": (small_net, lambda net: sl.batch_eigenvalues(net, batches(3), k=2), 120),
     "eigenvalues": (small_net, lambda net: sl.eigenvalues(sl.hessian(net, samples()), 2, vectors=False), 80),
     "trace of an operator": (small_net, lambda net: sl.operator_trace(sl.hessian(net, samples()), probes=8), 80),
+    "norms and diagonal": (small_net, _estimated, 120),
     "spectrum": (small_net, lambda net: sl.spectrum(sl.hessian(net, samples()), probes=2, steps=10), 300),
     "landscape": (small_net, lambda net: sl.landscape(net, samples(), points=5), 120),
     "landscape, random": (small_net, lambda net: sl.landscape(net, samples(), points=5, directions="random"), 60),
@@ -197,6 +228,11 @@ CHECKS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], int
         150,
     ),
     "transforms": (relu_net, _transformed, 250),
+    "perturb": (small_net, lambda net: sl.perturb(net, samples(), "int4"), 150),
+    "perturb, another model": (small_net, lambda net: sl.perturb(net, samples(), moved(net)), 200),
+    "choose_bits": (small_net, lambda net: sl.choose_bits(net, samples(), 4), 250),
+    "rank": (small_net, lambda net: sl.rank({"a": net, "b": moved(net)}, samples(), under=["int8"]), 250),
+    "stability": (small_net, _stable, 200),
     "training watched": (small_net, _trained, 330),
     "training": (small_net, _continued, 20),
 }
@@ -509,6 +545,20 @@ def assert_bars(found: dict[str, dict[str, Any]], bars: dict[str, float]) -> Non
 
 def test_as_on_the_cpu() -> None:
     assert_bars(ran(*CHECKS), {name: bar for name, (_, _, bar) in CHECKS.items()})
+
+
+def test_every_function_of_a_model_is_tried_on_the_device() -> None:
+    """A new one gets a line in `CHECKS`."""
+    text = Path(__file__).read_text(encoding="utf-8")
+    functions = {name: getattr(sl, name) for name in sl._HOME}
+    asked = {
+        name
+        for name, function in functions.items()
+        if inspect.isfunction(function)
+        and {"model", "model_a", "models", "op", "closure"} & inspect.signature(function).parameters.keys()
+    }
+    assert {"perturb", "rank", "diagonal"} <= asked
+    assert {name for name in asked if not re.search(rf"\bsl\.{name}\b", text)} <= {"trace"}  # sample_traces, averaged
 
 
 def test_every_measure_as_on_the_cpu() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reports import report as made_up
 
+import spiritlevel as sl
 from spiritlevel.page import page
 from spiritlevel.page.parts import number
 from spiritlevel.results import AuditRow, Estimate, figure, in_short, mark, times, with_error
@@ -78,3 +80,27 @@ def test_every_way_to_show_a_number_writes_it_alike() -> None:
         assert mark(row, 3) == f"×{times(abs(value))}"
     shown = re.sub(r"<[^>]*>", " ", page(made_up()).split("<script", 1)[0].split("</style>")[-1])
     assert not re.search(r"\de[+-]?\d|\bnan\b|\binf\b", shown)
+
+
+BELOW = {"arguments", "binding", "errors", "memory", "storage", "watching"}
+"""Rooms without a formatter: those below the results do not know it, and watchers write one factor."""
+OWN = {
+    "answers/observing.py": "an example",
+    "answers/surface.py": "part of a key, by which kept points are found",
+    "answers/wording.py": "a number that is rounded, and written elsewhere",
+    "charts/": "coordinates in a drawing",
+    "papers/": "remarks of kept runs, which are text",
+    "results/formatting.py": "the formatter itself",
+    "cli/reproduce.py": "a power of ten",
+}
+
+
+def test_no_other_module_writes_numbers_in_a_form_of_its_own() -> None:
+    root = Path(sl.__file__).parent
+    found = []
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root).as_posix()
+        if path.split("/")[0].removesuffix(".py") not in BELOW and not any(path.startswith(place) for place in OWN):
+            lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+            found += [f"{path}:{number}" for number, line in lines if re.search(r":,?\.\d+[ge]\}", line)]
+    assert not found

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import spiritlevel as sl
 from spiritlevel import data
 from spiritlevel.binding import losses
 from spiritlevel.binding.context import Context
@@ -447,6 +448,36 @@ def test_the_trace_of_the_mean_takes_the_same_options_and_hands_them_on(monkeypa
 
 
 # ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("function", [sl.sample_traces, sl.trace, sl.hessian, sl.margins, sl.measure])
+@pytest.mark.parametrize("bad", [0, 7, 11])
+def test_the_sample_that_cannot_be_measured_is_named_by_its_place_in_the_data(function: Any, bad: int) -> None:
+    """Also where a look at a few samples from all over the data finds it first."""
+    inputs, labels = torch.randn(12, 4, 3), torch.arange(48).reshape(12, 4) % 3
+    per_position = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Transposed())
+    spoilt = inputs.clone()
+    spoilt[bad, 1, 2] = math.nan
+    with pytest.raises(InputError, match=rf"the input of sample {bad} is NaN or infinite"):
+        function(per_position, (spoilt, labels))
+    labels[bad] = -100
+    with pytest.raises(InputError, match=rf"sample {bad} has no label that counts"):
+        function(per_position, (inputs, labels))
+
+
+def test_a_sample_that_is_no_number_is_no_wrong_derivative() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3), nn.Tanh())
+    for bad in range(12):
+        inputs = torch.randn(12, 3)
+        inputs[bad, 1] = math.nan
+        for method in ("hutchinson", "pyhessian"):
+            with pytest.raises(InputError, match=rf"the input of sample {bad} is NaN or infinite"):
+                sample_traces(model, (inputs, torch.arange(12) % 3), method=method)
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
 
 
 class MixesSamples(nn.Module):

@@ -232,10 +232,21 @@ def test_a_tracker_writes_its_rows(tmp_path: Path) -> None:
     assert shown["reason"] == "'=1+1"
 
 
+def test_a_recorder_writes_its_samples(tmp_path: Path) -> None:
+    recorder = sl.Recorder(3)
+    recorder.record(torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 0]), [0, 2])
+    text = recorder.to_csv(tmp_path / "samples.csv")
+    shown = list(csv.DictReader((tmp_path / "samples.csv").read_text(encoding="utf-8").splitlines()))
+    assert text == (tmp_path / "samples.csv").read_text(encoding="utf-8")
+    assert [row["margin"] for row in shown] == ["2.0", "", "-1.0"]
+    assert [list(row) for row in shown] == [recorder.frame().columns] * 3
+
+
 def test_without_polars_a_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = tracker()
+    found, recorder = tracker(), sl.Recorder(3)
     monkeypatch.setitem(sys.modules, "polars", None)
     calls: list[Any] = [REPORT.frame, REPORT.to_csv, TABLES["eigenpairs"].frame, found.frame, found.to_csv]
+    calls += [recorder.frame, recorder.to_csv, recorder.history]
     for call in calls:
         with pytest.raises(InputError, match=r"a table needs polars, .* pip install 'spiritlevel\[report\]'"):
             call()

@@ -213,7 +213,7 @@ class _Audit:
             loss=here.problem.loss.name,
             batch_norm=here.batch_norm,
             seed=here.seed,
-            notes=here.notes,
+            notes=(*here.notes, *filter(None, [here.chosen])),
         )
 
     def column(self, name: str, make: Callable[[Setting], Transformed]) -> Audit:

@@ -19,6 +19,7 @@ from spiritlevel.binding.modules import state_of, unwrapped
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, first_line, named_error, shown
+from spiritlevel.results import figure
 
 GRAMMAR = (
     "int8, int4:channel, int4:asymmetric, int4:random, prune:0.5, prune:0.5:layer, noise:0.01, noise:0.01:absolute, "
@@ -143,14 +144,14 @@ def _named(text: str) -> Change:
         share, options = _size(text, options, "the share of the weights to remove, as in prune:0.5", 1.0)
         flags = _flags(text, kind, options, ("global", "layer"))
         where = "in every layer" if "layer" in flags else "of all weights"
-        meaning = f"the smallest {share:.4g} {where} set to 0"
+        meaning = f"the smallest {figure(share, 4)} {where} set to 0"
         return Change(text, meaning, lambda params, _: Moved(_pruned(params, share, "layer" in flags)), True)
     if kind == "noise":
         size, options = _size(text, options, "its size, as in noise:0.01", math.inf)
         flags = _flags(text, kind, options, ("relative", "absolute"))
         absolute = "absolute" in flags
         of = "" if absolute else " times the root mean square of each tensor"
-        meaning = f"normal noise of standard deviation {size:.4g}{of}"
+        meaning = f"normal noise of standard deviation {figure(size, 4)}{of}"
         return Change(text, meaning, lambda params, generator: _noisy(params, size, absolute, generator), random=True)
     if kind in _CASTS and not options:
         return Change(text, f"parameters rounded to {kind}", lambda params, _: Moved(_cast(params, _CASTS[kind])))

@@ -254,7 +254,7 @@ class _Pair:
             "device": _once(str(setting.problem.device) for _, setting in self._sides),
             "dtype": _once(kind(setting.problem.dtype) for _, setting in self._sides),
             "samples": f"{count:,} of {population:,}" + (", drawn at random" if count < population else ""),
-            "parameters": f"{self.a.problem.size:,} and {self.b.problem.size:,}",
+            "parameters": " and ".join(each.chosen or f"{each.problem.size:,}" for _, each in self._sides),
             **({"data": "; ".join(self.a.notes)} if self.a.notes else {}),
         }
 

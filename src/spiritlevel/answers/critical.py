@@ -28,6 +28,7 @@ from spiritlevel.binding.state import in_turn, preserved_random_state
 from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators import Operator, eigenvalues
 from spiritlevel.operators.matrices import hessian
+from spiritlevel.results import figure
 from spiritlevel.results.training import CriticalSharpness, Stability
 
 __all__ = ["critical_sharpness", "stability"]
@@ -127,9 +128,10 @@ def _found(below: float | None, above: float | None, line: _Line, way_out: str) 
         value = 2 / (line.rate * scale)
         return CriticalSharpness(value, tolerance=high - value, step=2 / value, scale=scale, **cost)
     if below is not None:
-        reason = f"the loss is still lower at {below:.3g} times the optimiser's step{way_out}"
+        reason = f"the loss is still lower at {figure(below, 3)} times the optimiser's step{way_out}"
         return CriticalSharpness(high, status="not converged", reason=reason, **cost)
-    reason = f"the loss is not lower at {above:.3g} times the optimiser's step"
+    assert above is not None, "one end at least is tried"
+    reason = f"the loss is not lower at {figure(above, 3)} times the optimiser's step"
     reason += way_out or ", where that may be mere rounding"
     return CriticalSharpness(low, status="not converged", reason=reason, **cost)
 
@@ -211,7 +213,7 @@ class _Line:
         if not moved:
             return f"the update of {self.name} is zero"
         if not slope > 0:
-            return f"the update does not go downhill: gᵀu = {slope / self.rate:.3g}"
+            return f"the update does not go downhill: gᵀu = {figure(slope / self.rate, 3)}"
         return ""
 
     def _over_ranks(self, number: float) -> float:

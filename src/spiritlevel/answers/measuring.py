@@ -455,8 +455,8 @@ class _Run:
             "samples": chosen,
             "limits": "± and intervals hold 95%",
         }
-        if self.here.notes:
-            settings["data"] = "; ".join(self.here.notes)
+        known = {"parameters": self.here.chosen, "data": "; ".join(self.here.notes)}
+        settings |= {name: text for name, text in known.items() if text}
         if few < count:
             settings["audit, spectrum and landscape"] = f"{few:,} of these samples, drawn at random"
         if self.limit is not None:

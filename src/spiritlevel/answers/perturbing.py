@@ -33,7 +33,7 @@ from spiritlevel.binding.parameters import Params, select_parameters
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError
 from spiritlevel.measures import Setting
-from spiritlevel.results import Estimate, Pictures, SampleTraces
+from spiritlevel.results import Estimate, Pictures, SampleTraces, figure
 from spiritlevel.results.intervals import FEWEST, share_limits, subset_mean
 from spiritlevel.results.perturbations import HIGHER, RANDOM, SUBSET, LayerChange, Perturbation, Prediction
 from spiritlevel.samples.probing import generator_of
@@ -480,8 +480,8 @@ class _Perturbed:
             "torch": torch.__version__,
             "seed": str(self.here.seed),
             "change": f"{self.change.name}: {self.change.meaning}",
-            "tensors that move": f"{len(self.way.delta):,}, together ‖δ‖ = {size:.4g}",
-            "relative change": f"‖δ‖/‖θ‖ = {size / (_norm(self.way.problem.params) or 1.0):.4g}",
+            "tensors that move": f"{len(self.way.delta):,}, together ‖δ‖ = {figure(size, 4)}",
+            "relative change": f"‖δ‖/‖θ‖ = {figure(size / (_norm(self.way.problem.params) or 1.0), 4)}",
             "loss": self.here.problem.loss.name,
             "batch norm": self.here.batch_norm,
             "dtype": kind_of(self.here.problem.dtype, self.here.model),

@@ -25,7 +25,9 @@ from spiritlevel.answers.observing import Waiting
 from spiritlevel.answers.visits import Visits, appended, gathered, merged, summary
 from spiritlevel.arguments import checked
 from spiritlevel.binding.ranks import Ranks
-from spiritlevel.errors import InputError, counted, first_line, shown, unknown_name, whole_number
+from spiritlevel.errors import InputError, counted, first_line, needs, shown, unknown_name, whole_number
+from spiritlevel.results import figure
+from spiritlevel.results.tables import as_csv
 from spiritlevel.results.training import SuspiciousSamples
 from spiritlevel.storage import check_readable, write_atomically
 
@@ -194,7 +196,8 @@ class Recorder:
 
     def frame(self) -> pl.DataFrame:
         """One row per sample, in the order of their ids; null where a sample has not been seen."""
-        import polars as pl
+        with needs("a table"):
+            import polars as pl
 
         columns = self._columns()
         seen = pl.Series(columns["seen"].numpy()) > 0
@@ -206,6 +209,10 @@ class Recorder:
             found[name] = column if name in ("id", "seen") else column.set(~known.get(name, seen), None)
         return pl.DataFrame(found)
 
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """The rows of `frame` as CSV; with `path` also written there, atomically."""
+        return as_csv(self.frame(), path)
+
     @checked
     def history(self, ids: Any = None) -> pl.DataFrame:
         """Every visit of the given samples, or of all: id, step, loss, margin, entropy, correct, in order of time.
@@ -215,7 +222,8 @@ class Recorder:
         >>> recorder.history([0]).rows()
         [(0, 0, 0.6931471824645996, 0.0, 0.69140625, False)]
         """
-        import polars as pl
+        with needs("a table"):
+            import polars as pl
 
         log = self._log()
         order = log.ids.argsort(stable=True)
@@ -288,7 +296,7 @@ class Recorder:
         each = len(log) / self.samples
         return (
             f"recorder of {counted(self.samples, 'sample')} after {counted(self.steps, 'step')}: "
-            f"{len(log.ids.unique()):,} seen, {each:.3g} times on average, {self.nbytes:,} bytes"
+            f"{len(log.ids.unique()):,} seen, {figure(each, 3)} times on average, {self.nbytes:,} bytes"
         )
 
     # ------------------------------------------------------------ keeping

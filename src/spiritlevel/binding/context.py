@@ -84,6 +84,8 @@ class Context:
         self.problem = make(model, loss=loss, params=params, batch_norm=batch_norm, form=form_of(reading))
         self.form = self.problem.form
         self.batch_size = None if batch_size is None else whole_number(batch_size, "batch_size", 1)
+        if memory is not None:
+            parse_memory(memory)  # now, not where a measure first asks for it
         self.batch_norm, self.ordered = batch_norm, ordered
         self.group = self.problem.group if isinstance(self.problem, ShardedProblem) and group is None else group
         self.whole = whole or batch_norm == "batch" or self.form.batches == "fixed"
@@ -316,6 +318,15 @@ class Context:
     def model(self) -> nn.Module:
         """The model that is measured; for one in half precision, a float32 copy."""
         return self.problem.model
+
+    @property
+    def chosen(self) -> str:
+        """How many parameters are measured, of how many, and which; empty unless `params` names some of them."""
+        names, whole = [*self.problem.params], sum(each.numel() for each in self.problem.model.parameters())
+        if self._params is None or self.problem.size == whole:
+            return ""
+        some = ", ".join(names if len(names) < 7 else [*names[:5], f"{len(names) - 5} others"])
+        return f"{self.problem.size:,} of {whole:,} parameters ({some})"
 
     def once(self, fact: Any, find: Callable[[], Found]) -> Found:
         """What `find` finds out about this model on these data, the first time; the same again afterwards."""

@@ -9,12 +9,12 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, tell_notes
-from spiritlevel.cli.measure import OnData
+from spiritlevel.cli.measure import OnParameters
 from spiritlevel.cli.parsing import listed, optional
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(OnData):
+class Audit(OnParameters):
     """Measure a model before and after transforms that keep its function, and show which numbers stay.
 
     For example: spiritlevel audit net.py:make --weights net.safetensors --data train.npz --samples 500
@@ -52,10 +52,13 @@ class Audit(OnData):
                 batch_norm=self.batch_norm,
                 progress=progress,
                 seed=self.seed,
+                **self.means,
                 **reading,
             )
         name = self.model if self.weights is None else f"{self.model} ({self.weights.name})"
         few = f"all {population:,}" if found.samples == population else f"{found.samples:,} of {population:,}"
-        tell_notes([f"{name}: {found.parameters:,} parameters, {few} samples", about, *samples.notes])
+        whole = sum(parameter.numel() for parameter in model.parameters())
+        extent = f"{found.parameters:,} of {whole:,}" if self.params is not None else f"{found.parameters:,}"
+        tell_notes([f"{name}: {extent} parameters, {few} samples", about, *samples.notes])
         show_audit(found)
         return Outcome({"audit": found.to_dict()})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
 from tyro.conf import Positional, arg
 
@@ -110,8 +110,34 @@ class OnData(RunOnData):
         return list(dict.fromkeys(names))
 
 
+class Means(TypedDict):
+    """The keywords of `measure`, `audit` and `compare` for which parameters, and in what pieces."""
+
+    params: list[str] | None
+    batch_size: int | None
+    memory: str | None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Measure(OnData):
+class OnParameters(OnData):
+    """What the commands share that measure chosen parameters, within a budget of memory."""
+
+    params: Annotated[str | None, optional("NAME,NAME,...")] = None
+    """Only these parameters: names, prefixes, or patterns such as '*.bias'; by default all that are trained."""
+    batch_size: Annotated[int | None, optional("N")] = None
+    """How many samples to pass at once; by default as many as suit the network and the memory."""
+    memory: Annotated[str | None, optional("SIZE")] = None
+    """How much memory to use, such as 2GB; by default half of what is free."""
+
+    @property
+    def means(self) -> Means:
+        """As the functions take them."""
+        params = None if self.params is None else listed(self.params)
+        return {"params": params, "batch_size": self.batch_size, "memory": self.memory}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(OnParameters):
     """Measure a model of your own: how flat, how wide its margins, how sure that is, how much is only parametrisation.
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz
@@ -202,6 +228,7 @@ class Measure(OnData):
             progress=progress,
             group=ranks.group,
             seed=self.seed,
+            **self.means,
             **self.reading(train),
         )
         sources = {"model": self.model, "weights": str(self.weights or "as built"), "train data": train.name}

@@ -41,7 +41,7 @@ def show_report(report: Report, console: Console | None = None) -> None:
     known = report.settings.get("samples", "an unknown number of")  # a report made by hand may lack it
     noun = "tokens" if report.settings.get("unit") else "samples"
     samples = f"{known} {noun} {'measured' if report.rows else 'given, nothing measured'}"
-    console.print(f"{report.name}: {report.parameters:,} parameters, {samples}", markup=False)
+    console.print(f"{report.name}: {report.extent}, {samples}", markup=False)
     if report.partial:
         console.print(f"Not complete: {report.partial}.", style="bold red", markup=False)
     moved = report.audit.moved() if report.audit is not None else {}

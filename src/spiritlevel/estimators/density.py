@@ -27,7 +27,7 @@ from spiritlevel.estimators.eigenpairs import (
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov, lanczos
 from spiritlevel.estimators.operator import Operator, Product, entries_of, in_full_precision
-from spiritlevel.estimators.probes import check_probes, signs, whole_of
+from spiritlevel.estimators.probes import check_probes, signs
 from spiritlevel.estimators.trace import root_of, with_tolerance
 from spiritlevel.results import Eigenpairs, Estimate, SpectralDensity, SpectrumSummary
 
@@ -221,5 +221,5 @@ def _dense_summary(
 
 def _check_density(who: str, probes: int, steps: int, seed: int) -> None:
     check_probes(who, probes, None, seed)
-    if whole_of(who, "steps", steps) < 1:
+    if steps < 1:
         raise InputError(f"{who} needs steps >= 1, got {steps}.")

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, checked_seed, unknown_name
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Array, Krylov
 from spiritlevel.estimators.operator import Product, entries_of, in_full_precision
-from spiritlevel.estimators.probes import check_seed, gaussian, whole_of
-from spiritlevel.results import Eigenpairs, Estimate
+from spiritlevel.estimators.probes import gaussian
+from spiritlevel.results import Eigenpairs, Estimate, figure
 
 _DENSE_EIGENVALUES = 128  # up to this size all eigenvalues are computed at once
 DENSE_LATER = 2048  # up to this size too, where it saves products
@@ -111,7 +111,7 @@ def _given(product: Product, k: int, start: Tensor) -> Tensor:
     if start.numel() != product.space.length or not 0 < length < math.inf:
         raise InputError(
             f"eigenvalues needs a start of {product.space.length} finite numbers, not all of them 0, "
-            f"got {start.numel()} of length {length:.3g}."
+            f"got {start.numel()} of length {figure(length, 3)}."
         )
     if k > 1:
         raise InputError(f"eigenvalues takes a start for one eigenvalue, got k={k}; leave start= out.")
@@ -299,7 +299,7 @@ def converge(
             if exhausted:
                 what = "eigenvalues that are repeated or lie further out were not ruled out"
                 if not converged:
-                    what = f"residual {residual:.2g} > tol · max|Ritz value| = {distance:.2g}"
+                    what = f"residual {figure(residual, 2)} > tol · max|Ritz value| = {figure(distance, 2)}"
                 return coordinates[:, wanted], f"{what} after {product.count} products; raise max_matvecs"
             if space.width == space.capacity or (begin and space.width + reserve > space.capacity):
                 share = (space.capacity - reserve) // len(ends)
@@ -313,8 +313,8 @@ def converge(
             if not space.begin(space.points):
                 least = float(np.abs(space.points).min())
                 return coordinates[:, wanted], (
-                    f"repetitions of an eigenvalue as small as {least:.2g} cannot be distinguished from rounding in "
-                    f"{product.dtype}; use float64"
+                    f"repetitions of an eigenvalue as small as {figure(least, 2)} cannot be distinguished from "
+                    f"rounding in {product.dtype}; use float64"
                 )
             number = space.rounds
         space.extend(number)
@@ -349,8 +349,9 @@ def ritz_pairs(space: Krylov, coordinates: Array, reason: str, which: str, tol: 
         reach = min(50 * tol, 0.05) * space.norm
     if not reason and residuals.max() > bound:
         reason = (
-            f"residual {residuals.max():.2g} > tol · max|Ritz value| = {bound:.2g}, and the products are asymmetric by "
-            f"{space.noise:.2g}: they change from call to call, or {space.product.dtype} allows no better"
+            f"residual {figure(float(residuals.max()), 2)} > tol · max|Ritz value| = {figure(bound, 2)}, and the "
+            f"products are asymmetric by {figure(space.noise, 2)}: they change from call to call, or "
+            f"{space.product.dtype} allows no better"
         )
     return Eigenpairs(
         values=torch.from_numpy(values),
@@ -390,8 +391,8 @@ def dense_eigenpairs(
     if residuals.max() > bound:
         asymmetry = float(np.abs(entries.matrix - entries.matrix.T).max())
         reason = (
-            f"residual {residuals.max():.2g} > tol · max|λ| = {bound:.2g}, and the products are asymmetric by "
-            f"{asymmetry:.2g}: they change from call to call, or {product.dtype} allows no better"
+            f"residual {figure(float(residuals.max()), 2)} > tol · max|λ| = {figure(bound, 2)}, and the products are "
+            f"asymmetric by {figure(asymmetry, 2)}: they change from call to call, or {product.dtype} allows no better"
         )
     residuals = np.maximum(residuals, product.error)
     kept = None
@@ -416,8 +417,8 @@ def check_end(product: Product, k: int, which: str, tol: float, seed: int) -> No
     public = tuple(name for name in ENDS if name != "both")
     if which not in public:
         raise unknown_name("end of the spectrum", which, public)
-    if not 1 <= whole_of("eigenvalues", "k", k) <= product.size:
+    if not 1 <= k <= product.size:
         raise InputError(f"eigenvalues needs k between 1 and the operator's size {product.size}, got {k}.")
     if not tol > 0:
         raise InputError(f"eigenvalues needs a tolerance tol > 0, got {tol}.")
-    check_seed(seed)
+    checked_seed(seed)

@@ -19,6 +19,7 @@ from spiritlevel.errors import InputError, first_line
 from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.space import Space
 from spiritlevel.memory import check_room
+from spiritlevel.results import figure
 
 _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
@@ -212,8 +213,8 @@ class Product:
             difference, largest = float(abs(entries - entries.T).max()), float(abs(entries).max())
             if difference > 1e-4 * largest:
                 raise InputError(
-                    f"estimators need a symmetric matrix, got one with entries that differ by {difference:.2g} from "
-                    f"their mirror images; use (A + A.T)/2 if that is what you mean."
+                    "estimators need a symmetric matrix, got one with entries that differ by "
+                    f"{figure(difference, 2)} from their mirror images; use (A + A.T)/2 if that is what you mean."
                 )
 
     @property
@@ -239,8 +240,8 @@ class Product:
             size = float(self.space.norm(product.reshape(-1), torch.float64))
             if size and not 1e-140 < size < 1e140:
                 raise InputError(
-                    f"the products with this operator are of size {size:.1g}, beyond what can be squared in float64; "
-                    "multiply the loss by a constant and divide the results by it."
+                    f"the products with this operator are of size {figure(size, 1)}, beyond what can be squared in "
+                    "float64; multiply the loss by a constant and divide the results by it."
                 )
         return product
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, checked_seed
 from spiritlevel.estimators.operator import Product, columns_at_once
 
 _SIGNS, SKETCH, _STARTS = range(3)  # independent streams of random numbers
@@ -38,24 +36,10 @@ def gaussian(product: Product, seed: int, index: int) -> Tensor:
     return torch.from_numpy(draws).to(product.device)
 
 
-def whole_of(who: str, name: str, value: Any) -> int:
-    """The value as an `int`; raises `InputError` for anything but a whole number."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InputError(f"{who} needs a whole number for {name}, got {value!r}.") from None
-
-
-def check_seed(seed: int) -> None:
-    """Raise `InputError` for anything but a whole number of at least 0."""
-    if isinstance(seed, bool) or whole_of("an estimator", "its seed", seed) < 0:
-        raise InputError(f"a seed must be a whole number >= 0, got {seed!r}.")
-
-
 def check_probes(who: str, probes: int, rel_err: float | None, seed: int, least: int = 2) -> None:
     """Raise `InputError` if this many probes give no standard error, or for a relative error of 0 or less."""
-    if whole_of(who, "probes", probes) < least:
+    if probes < least:
         raise InputError(f"{who} needs probes >= {least} to report a standard error, got {probes}.")
     if rel_err is not None and not rel_err > 0:
         raise InputError(f"{who} needs rel_err > 0, got {rel_err}.")
-    check_seed(seed)
+    checked_seed(seed)

@@ -14,7 +14,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.errors import InputError, unknown_name
 from spiritlevel.estimators.operator import Product, columns_at_once, identity_blocks, in_full_precision
 from spiritlevel.estimators.probes import SKETCH, check_probes, sign_blocks
-from spiritlevel.results import DiagonalEstimate, Estimate
+from spiritlevel.results import DiagonalEstimate, Estimate, figure
 from spiritlevel.results.intervals import standard_error
 from spiritlevel.results.quantiles import chi_squared
 
@@ -191,13 +191,14 @@ def _expected_form(
         if needed - _PILOT >= product.size and product.size <= _MOST_PROBES:
             return exact()
         if needed > _MOST_PROBES:
-            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; stopped at {_MOST_PROBES}"
+            reason = f"rel_err={rel_err:g} would take about {figure(needed, 2)} probes; stopped at {_MOST_PROBES:,}"
         total = math.ceil(min(max(needed, _PILOT), _MOST_PROBES))
         draws = torch.cat([draws, draw(range(_PILOT, total))]) if total > _PILOT else draws
         error = power * rel_err * abs(offset + float(draws.mean()))
         if not reason and float(standard_error(draws)) > error:  # to draw on until it is reached would bias the mean
             needed = float(draws.var()) / error**2 if error > 0 else math.inf
-            reason = f"rel_err={rel_err:g} would take about {needed:.2g} probes; a pilot of {_PILOT} asked for {total}"
+            wanted = f"rel_err={rel_err:g} would take about {figure(needed, 2)} probes"
+            reason = f"{wanted}; a pilot of {_PILOT} asked for {total:,}"
     mean = Estimate.from_draws(draws, matvecs=product.count, seed=seed)
     return replace(mean, value=offset + mean.value, reason=reason)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError, named_error
 from spiritlevel.memory import available_memory
+from spiritlevel.results import figure
 
 _PAIRS = (
     ("x", "y"),
@@ -72,7 +73,7 @@ def as_inputs(inputs: Tensor) -> tuple[Tensor, tuple[str, ...]]:
     notes, before = ["bytes divided by 255"], tuple(inputs.shape[1:])
     highest = int(inputs.max()) if inputs.numel() else 255
     if 0 < highest < FAINT:
-        reach = f"the largest byte is {highest}, so all inputs lie in [0, {highest / 255:.2g}]"
+        reach = f"the largest byte is {highest}, so all inputs lie in [0, {figure(highest / 255, 2)}]"
         notes.append(f"{reach}: save floats if the network was trained on another scale")
     if inputs.ndim == 3:
         inputs = inputs[:, None]

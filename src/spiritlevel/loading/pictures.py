@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError, first_line, needs, printable
 from spiritlevel.loading.arrays import FAINT, Samples, check_size
+from spiritlevel.results import figure
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm"})
 
@@ -68,7 +69,8 @@ def stacked(files: Sequence[tuple[Any, Path | bytes]], place: Path) -> tuple[Ten
         brightest = max(brightest, float(images[index].max()))
     if 0 < brightest < FAINT / 255:
         notes[
-            f"the brightest pixel is {brightest:.2g} of white: save floats if the network was trained on another scale"
+            f"the brightest pixel is {figure(brightest, 2)} of white: save floats if the network was trained on "
+            "another scale"
         ] = None
     return torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), tuple(notes)
 

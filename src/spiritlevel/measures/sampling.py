@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spiritlevel.errors import InputError
 from spiritlevel.measures.ends import Ends, layer_norms
-from spiritlevel.results import FEWEST
+from spiritlevel.results import FEWEST, figure
 from spiritlevel.statistics.subsets import (
     GROUPS,
     SubsetError,
@@ -89,7 +89,7 @@ class Sampling:
             times = math.sqrt(population / setting.count)
             return unknown(
                 "it grows with the square root of the number of samples, and would be "
-                f"{times:.3g} times as large on all {population:,}"
+                f"{figure(times, 3)} times as large on all {population:,}"
             )
         if too_few := few(setting.count, self.least):
             return too_few

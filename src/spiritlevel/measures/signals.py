@@ -14,7 +14,7 @@ from spiritlevel.errors import InputError
 from spiritlevel.measures.registry import SAME, register
 from spiritlevel.measures.sampling import Sampling, mean_of
 from spiritlevel.measures.setting import Setting, as_classes
-from spiritlevel.results import Estimate
+from spiritlevel.results import Estimate, figure
 from spiritlevel.statistics.subsets import SubsetError, by_jackknife, groups
 from spiritlevel.watching.signals import Signal, Signals
 
@@ -97,7 +97,8 @@ def _origins(setting: Setting) -> list[Tensor]:
     size = sum(3 * 8 * signal.channels**2 for signal in signals)
     if size > setting.budget():
         raise InputError(
-            f"the covariances of the layers' outputs take {size / 1e9:.3g} GB, more than memory= allows; allow more."
+            f"the covariances of the layers' outputs take {figure(size / 1e9, 3)} GB, more than memory= allows; "
+            "allow more."
         )
     return [next(signal.rows(signal.value)).mean(0) for signal in signals]
 

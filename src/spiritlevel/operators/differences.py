@@ -21,6 +21,7 @@ from spiritlevel.binding.shards import ShardedProblem
 from spiritlevel.errors import InputError
 from spiritlevel.estimators.operator import Operator
 from spiritlevel.estimators.space import Space
+from spiritlevel.results import figure
 
 _FINE = 32  # the first step is divided by this to look for noise
 _FOURTH = torch.tensor([1.0, -4.0, 6.0, -4.0, 1.0], dtype=torch.float64)
@@ -149,9 +150,9 @@ class DifferencedHessian(Operator):
         allowed = 0.05 * max(abs(measured), abs(expected)) + self.step * curvature + 64 * rounding
         if not abs(measured - expected) <= allowed:
             raise InputError(
-                f"the gradient of this sharded model says that the loss changes by {expected:.3g} along a direction, "
-                f"but it changes by {measured:.3g}: set_gradient_divide_factor, a hook or a detached part makes it the "
-                "gradient of something else; remove that for the measurement."
+                f"the gradient of this sharded model says that the loss changes by {figure(expected, 3)} along a "
+                f"direction, but it changes by {figure(measured, 3)}: set_gradient_divide_factor, a hook or a detached "
+                "part makes it the gradient of something else; remove that for the measurement."
             )
 
     def _begin(self, unit: Tensor, found: Tensor, size: float) -> None:
@@ -210,4 +211,4 @@ class DifferencedHessian(Operator):
         return found.mul_(length)
 
     def __repr__(self) -> str:
-        return f"DifferencedHessian(size={self.size}, here={self.space.length}, step={self.step:.2g})"
+        return f"DifferencedHessian(size={self.size}, here={self.space.length}, step={figure(self.step, 2)})"

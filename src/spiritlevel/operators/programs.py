@@ -96,34 +96,37 @@ def _key(value: Any) -> Any:
 def _compiled(inputs: Sequence[Node], nodes: Sequence[Node], results: Sequence[Node]) -> Callable[..., Any]:
     """Python code that carries out the operations: a loop over them would take as long as a small one of them."""
     known, names = dict[str, Any](), dict[Node, str]()
-
-    def written(value: Any) -> str:
-        if isinstance(value, Node):
-            if value not in names:
-                names[value] = constant(value.tensor)
-            return names[value]
-        if isinstance(value, list | tuple) and _nodes_in(value):
-            return f"[{', '.join(map(written, value))}]"
-        return constant(value)
-
-    def constant(value: Any) -> str:
-        name = f"c{len(known)}"
-        known[name] = value
-        return name
-
     last = {argument: node for node in nodes for argument in node.inputs}
     kept, lines = {*results}, list[str]()
     for index, node in enumerate(inputs):
         names[node] = f"i{index}"
     head = f"def run({', '.join(names.values())}):"
     for index, node in enumerate(nodes):
-        arguments = [*map(written, node.args), *(f"{key}={written(value)}" for key, value in node.kwargs.items())]
+        arguments = [_written(item, known, names) for item in node.args]
+        arguments += [f"{key}={_written(item, known, names)}" for key, item in node.kwargs.items()]
         names[node] = f"v{index}"
-        lines.append(f" v{index} = {constant(node.function)}({', '.join(arguments)})")
+        lines.append(f" v{index} = {_constant(node.function, known)}({', '.join(arguments)})")
         done = dict.fromkeys(a for a in node.inputs if last[a] is node and a not in kept and a.tensor is None)
         if done:
             lines.append(f" del {', '.join(names[argument] for argument in done)}")
-    lines.append(f" return ({''.join(f'{written(result)}, ' for result in results)})")
+    lines.append(f" return ({''.join(f'{_written(result, known, names)}, ' for result in results)})")
     exec("\n".join([head, *lines]), known)  # only names of our own: what the model calls is among the constants
     run: Callable[..., Any] = known.pop("run")
     return run
+
+
+def _written(value: Any, known: dict[str, Any], names: dict[Node, str]) -> str:
+    """A value as code. No function inside `_compiled`: one that calls itself would keep its tensors in a circle."""
+    if isinstance(value, Node):
+        if value not in names:
+            names[value] = _constant(value.tensor, known)
+        return names[value]
+    if isinstance(value, list | tuple) and _nodes_in(value):
+        return f"[{', '.join(_written(item, known, names) for item in value)}]"
+    return _constant(value, known)
+
+
+def _constant(value: Any, known: dict[str, Any]) -> str:
+    name = f"c{len(known)}"
+    known[name] = value
+    return name

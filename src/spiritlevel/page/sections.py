@@ -82,7 +82,7 @@ def _summary(report: Report, key: str) -> Section:
         ]
         section.tables.append(Table(f"{key}-fit", "How well it fits", columns, rows))
     if not report.headline:
-        section.texts.append(f"{report.name} has {report.parameters:,} parameters.")
+        section.texts.append(f"{report.name} has {report.extent}.")
     return section
 
 
@@ -283,7 +283,7 @@ def _measures(report: Report, key: str) -> Section:
 def _how(report: Report, key: str) -> Section:
     section = Section(f"{key}-how", "How this was measured")
     if math.isfinite(report.seconds):
-        section.texts.append(f"{report.parameters:,} parameters, measured in {number(report.seconds, 3)} s.")
+        section.texts.append(f"{report.extent}, measured in {number(report.seconds, 3)} s.")
     if report.settings:
         section.tables.append(
             Table(f"{key}-settings", "Settings and versions", ["setting", "value"], list(report.settings.items()))

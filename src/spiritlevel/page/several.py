@@ -110,7 +110,7 @@ def _facts(reports: list[Report]) -> Iterator[tuple[str, list[str]]]:
                 title = f"{kind} {name}" + (" (%)" if name.startswith("accuracy") else "")
                 yield title, ["–" if fit is None or fit.quality()[0] != name else _quality(fit) for fit in fits]
         yield f"{kind} loss", ["–" if fit is None else number(fit.loss.value) for fit in fits]
-    yield "parameters", [f"{report.parameters:,}" for report in reports]
+    yield "parameters", [report.settings.get("parameters", f"{report.parameters:,}") for report in reports]
 
 
 def _quality(fit: Fit) -> str:

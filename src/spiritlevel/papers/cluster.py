@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spiritlevel.errors import InputError, needs
+from spiritlevel.errors import InputError, first_line, needs
 from spiritlevel.memory import KEPT_BY_MALLOC
 from spiritlevel.papers.studies import Config, Run, execute, find
 from spiritlevel.papers.studies.base import read_summary
@@ -54,7 +54,7 @@ def run_jobs(
         with warnings.catch_warnings(action="ignore"):  # the error says the same
             ray.init(log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": environment}, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise InputError(
             f"no cluster could be reached at {address} ({reason}); check that one is running there, and that "
             "RAY_AUTH_MODE and RAY_AUTH_TOKEN are set as they were when it was started."

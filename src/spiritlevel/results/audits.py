@@ -352,7 +352,7 @@ class Audit(Table):
             shown = [mark(cells[name, t]) if (name, t) in cells else "" for t in transforms]
             table.append([name, in_short(present[0].before), *shown])
         notes = ["= invariant, ×r changes, ? within the error, … not converged, ≥ lower bound found by an optimiser"]
-        notes += [self.scope]
+        notes += [*self.notes, self.scope]
         notes += [str(item) for item in self.worst]
         notes += [f"left out: {name}: {reason}" for name, reason in self.skipped.items()]
         return "\n".join(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError
+from spiritlevel.errors import InputError, counted
 from spiritlevel.results.audits import SYMMETRIES, Audit, fate
 from spiritlevel.results.codec import Misfit, Result, same_length
 from spiritlevel.results.estimates import Estimate, with_status
@@ -207,6 +207,11 @@ class Report(Shown):
             if what is not None and len(what) and float(what.signed.abs().nan_to_num().max()) > _LARGEST:
                 raise Misfit(f"margins beyond {_LARGEST:g} cannot be drawn")
 
+    @property
+    def extent(self) -> str:
+        """How many parameters were measured; of how many, and which, if some were chosen."""
+        return self.settings.get("parameters", counted(self.parameters, "parameter"))
+
     @checked
     def row(self, name: str) -> ReportRow:
         """The row of one measure."""
@@ -241,7 +246,7 @@ class Report(Shown):
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.parameters:,} parameters"]
+        lines = [f"{self.name}: {self.extent}"]
         lines += [f"PARTIAL: {self.partial}"] if self.partial else []
         for name, fit in self.fits.items():
             of = f" of {fit.population:,}" if fit.population > fit.samples else ""

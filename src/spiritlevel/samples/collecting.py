@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -296,9 +297,10 @@ class Collector:
         """Made from the first samples, which every rank has."""
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(4096 if self.coupled else 8))
-            prober = Prober(
-                self.problem, inputs, len(targets), seed=self.seed, memory=self.memory, coupled=self.coupled
-            )
+            with self._blaming(inputs, targets):
+                prober = Prober(
+                    self.problem, inputs, len(targets), seed=self.seed, memory=self.memory, coupled=self.coupled
+                )
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         return prober
 
@@ -325,9 +327,21 @@ class Collector:
 
         return self.columns([part or "" for part in parts], begin, len(indices) // members, 2)
 
-    def _differentiator(self, inputs: Any, targets: Tensor) -> tuple[Differentiate, tuple[str, ...]]:
+    def _differentiator(self, inputs: Any, targets: Tensor, start: int) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.coupled else resized(inputs, min(8, len(targets)))
-        return differentiator(self.problem, few, self.seed)
+        with self._blaming(inputs, targets, start):
+            return differentiator(self.problem, few, self.seed)
+
+    @contextmanager
+    def _blaming(self, inputs: Any, targets: Tensor, start: int = 0) -> Iterator[None]:
+        """Where derivatives do not agree, a sample that is no number, if there is one, is named in their place."""
+        try:
+            yield
+        except InputError:
+            with torch.no_grad():
+                outputs = self.problem.head_or_outputs(self.problem.params, inputs)
+                self.problem.checked(outputs, inputs, targets, start)
+            raise
 
     def pyhessian(self, most: int = 100, tolerance: float = 1e-3) -> SampleTraces:
         """PyHessian 0.1's `trace()`, batched.
@@ -341,7 +355,7 @@ class Collector:
         def begin(start: int, inputs: Any, targets: Tensor) -> Callable[[], _Values]:
             nonlocal differentiate
             if differentiate is None:
-                differentiate, _ = self._differentiator(inputs, targets)
+                differentiate, _ = self._differentiator(inputs, targets, start)
             total = torch.zeros(len(targets), dtype=torch.float64)
             mean, count, negative = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
             running = torch.arange(len(targets))

@@ -26,13 +26,14 @@ from spiritlevel.binding.batches import Batches, resized
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import even_size
 from spiritlevel.binding.coupling import check_independence
+from spiritlevel.binding.losses.heads import Head
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, unknown_name, whole_number
 from spiritlevel.estimators import operator_trace
 from spiritlevel.operators.matrices import hessian_in
-from spiritlevel.results import Estimate, SampleTraces
+from spiritlevel.results import Estimate, SampleTraces, figure
 from spiritlevel.samples.choosing import Plan, batch_size_for, choose, cores_for
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES, Collector, OtherFunction
@@ -166,10 +167,11 @@ def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, 
     problem, ranks = context.problem, context.ranks
     batches = context.batches.cut(context.batch_size)
     why = context.find_head()
-    inputs, targets = problem.place(*(batches.first(3) if context.coupling else _few(problem, batches)))
+    few, targets, places = (*batches.first(3), None) if context.coupling else _few(problem, batches)
+    inputs, targets = problem.place(few, targets)
     with torch.no_grad():
         outputs = problem.head_or_outputs(problem.params, inputs)
-    problem.checked(outputs, inputs, targets)
+    _check_few(problem, outputs, inputs, targets, places)
     plain = outputs if isinstance(outputs, Tensor) else None
     outputs = outputs if isinstance(outputs, Tensor) else outputs.stand_in()
     if problem.form.batches == "fixed" and context.coupling == "loss":
@@ -188,7 +190,7 @@ def _prepared(context: Context, method: str, passes: int | None) -> tuple[Plan, 
         )
     plan.notes += (why,) if why else ()
     if problem.rounding:
-        plan.notes += (f"the model rounds its values on the way, to about {problem.rounding:.1g} of their size",)
+        plan.notes += (f"the model rounds its values on the way, to about {figure(problem.rounding, 1)} of their size",)
     if not context.coupling and plan.norms is None:  # norms check that themselves
         check_independence(problem, inputs)
     budget = context.budget()
@@ -207,11 +209,26 @@ def _structure(context: Context, few: Any) -> Structure:
     return analyse_few(context.problem.thinned(torch.zeros(0))[0], few)
 
 
-def _few(problem: Problem, batches: Batches) -> tuple[Any, Tensor]:
-    """A few samples from all over the first batch, to try everything on."""
+def _few(problem: Problem, batches: Batches) -> tuple[Any, Tensor, Tensor]:
+    """A few samples from all over the first batch, to try everything on; and their places in it."""
     inputs, targets = batches.first(4096, 3)
     chosen = few_of(problem, inputs)
-    return resized(inputs, chosen), targets[chosen]
+    return resized(inputs, chosen), targets[chosen], chosen
+
+
+def _check_few(
+    problem: Problem, outputs: Tensor | Head, inputs: Any, targets: Tensor, places: Tensor | None = None
+) -> None:
+    """`problem.checked`, where a message names a sample by its place in the data and not by that among the few."""
+    try:
+        problem.checked(outputs, inputs, targets)
+    except InputError:
+        for row, place in enumerate([] if places is None else places.tolist()):
+            one, label = resized(inputs, torch.tensor([row], device=targets.device)), targets[row : row + 1]
+            with torch.no_grad():
+                found = problem.head_or_outputs(problem.params, one)
+            problem.checked(found, one, label, place)
+        raise
 
 
 @checked

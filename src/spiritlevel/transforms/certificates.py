@@ -20,7 +20,7 @@ from spiritlevel.binding.problem import LARGE, Problem
 from spiritlevel.binding.reading import PLAIN, Form
 from spiritlevel.errors import InputError, shown, unknown_name
 from spiritlevel.estimators import Operator
-from spiritlevel.results import Certificate
+from spiritlevel.results import Certificate, figure
 from spiritlevel.transforms.maps import LinearMap
 from spiritlevel.watching.factors import Factor
 
@@ -269,12 +269,12 @@ class Sample:
             dtype = next(new.parameters()).dtype
             if not difference <= (tolerance or _TOLERANCE.get(dtype, 0.1)) * size:
                 raise InputError(
-                    f"{transform}: the {keeps} changed by {difference:.2g} where their size is {size:.2g} (batch norm: "
-                    f"{mode}); the factors are too extreme for {dtype}, or the network reads its weights in a hidden "
-                    "way. Use milder factors or model.double()."
+                    f"{transform}: the {keeps} changed by {figure(difference, 2)} where their size is "
+                    f"{figure(size, 2)} (batch norm: {mode}); the factors are too extreme for {dtype}, or the network "
+                    "reads its weights in a hidden way. Use milder factors or model.double()."
                 )
             relative = max(relative, difference / size if size else 0.0)
-        preserves = "function" if scale == 1.0 else f"outputs scaled by {scale:.6g}"
+        preserves = "function" if scale == 1.0 else f"outputs scaled by {figure(scale, 6)}"
         if keeps == "probabilities":
             preserves = "probabilities, and with them the cross entropy and the margins"
         return Certificate(

@@ -17,6 +17,7 @@ from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, shown, unknown_name
+from spiritlevel.results import figure
 from spiritlevel.transforms.batch_norm import set_bias
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor
@@ -124,7 +125,7 @@ def whitening(inputs: Tensor, *, per: str = "feature", ridge: float = 0.0) -> Af
     if not bool(values[0] > 1e-12 * values[-1]):
         raise InputError(
             f"whitening: the covariance of the {rows.shape[1]} features is singular; pass ridge=, for example "
-            f"{1e-3 * float(values.mean()):.1g}, or per='channel'."
+            f"{figure(1e-3 * float(values.mean()), 1)}, or per='channel'."
         )
     matrix = (vectors / values.sqrt()) @ vectors.T
     return AffineMap(matrix, -matrix @ rows.mean(0))

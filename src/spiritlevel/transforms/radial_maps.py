@@ -16,6 +16,7 @@ from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
+from spiritlevel.results import figure
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor
 
@@ -95,8 +96,8 @@ class RadialMap:
         if self.rho < radius <= self.delta:
             if gradient is None:
                 raise InputError(
-                    f"the point is at distance {radius:.6g} from the centre, where the radial map is curved: pass "
-                    "gradient=, that of the loss at g(at)."
+                    f"the point is at distance {figure(radius, 6)} from the centre, where the radial map is curved: "
+                    "pass gradient=, that of the loss at g(at)."
                 )
             bend = -self._middle[1] / radius**2  # derivative of ψ/r
             pull = gradient.detach().to(unit)[:, None]

@@ -17,6 +17,7 @@ from spiritlevel.binding.devices import doubled
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.results import figure
 from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.watching.factors import Factor, is_one, same
 from spiritlevel.watching.scalings import INPUT, UNFOLLOWED, Walk, follow_factors
@@ -263,8 +264,8 @@ def _rescale(
     if expected is not None:
         if not same(scale, expected):
             raise InputError(
-                f"{who}: these factors multiply the outputs by {scale:.6g}; choose factors whose product along every "
-                "path is 1 (a batch norm starts it again), or pass allow_output_scale=True."
+                f"{who}: these factors multiply the outputs by {figure(scale, 6)}; choose factors whose product "
+                "along every path is 1 (a batch norm starts it again), or pass allow_output_scale=True."
             )
         scale = expected
     modules = dict(new.named_modules())
