@@ -441,6 +441,26 @@ class FixedWidth(nn.Module):
         return self.last(torch.tanh(self.first(x)).view(-1, 2, 2).flatten(1))
 
 
+def test_a_width_that_only_later_samples_fix_is_left_as_it_is() -> None:
+    """Layers are tried on two samples, and all that work there together on all of them."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.relu(self.first(x))
+            if len(x) > 2:
+                hidden = hidden.view(-1, 4)
+            return self.last(torch.relu(self.second(hidden)))
+
+    torch.manual_seed(0)
+    split = split_units(Late(), data=torch.randn(6, 3)).model
+    assert split.first.out_features == 4
+    assert split.second.out_features == 6
+
+
 def test_a_width_in_the_networks_own_code_is_refused() -> None:
     with pytest.raises(InputError, match=r"no layer of this network can change its width, which its own code"):
         split_units(FixedWidth(), data=torch.randn(5, 3))

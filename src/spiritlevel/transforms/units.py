@@ -17,7 +17,7 @@ from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, counted
-from spiritlevel.transforms.certificates import Transformed
+from spiritlevel.transforms.certificates import Sample, Transformed
 from spiritlevel.transforms.maps import Step, share
 from spiritlevel.transforms.watched import Watched
 from spiritlevel.watching.channels import Block, Layout, Passing, Slot
@@ -32,6 +32,7 @@ _EXCHANGED = Passing(
     orthogonal=True,
 )
 _DOUBLED = Passing(functions="any", offsets=True, products=True, gains="tied")
+_TRIED = 2  # samples on which every layer is tried, before all of them together on all samples
 _NO_UNITS = "this network has no hidden units that only linear layers read"
 
 
@@ -94,7 +95,7 @@ def split_units(
         seed: for the choice of units and their t.
 
     Layers whose width the network's own code fixes (a view with a fixed number of channels, groups) stay as they are.
-    Cost: as in `mix_linear`, with a forward pass for each layer. Reference: mathematics 7.9.
+    Cost: as in `mix_linear`, with a forward pass of two samples for each layer. Reference: mathematics 7.9.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> split_units(net, data=torch.randn(8, 3)).model
@@ -117,10 +118,10 @@ def split_units(
             splits.append(_Split(shares, cuts))
     if not splits:
         raise watched.refused(_NO_UNITS, channels.obstacles())
-    possible: list[_Split] = []
-    for each in splits:  # two that work by themselves need not work together
-        if _works(watched, [*possible, each]):
-            possible.append(each)
+    few = watched.sample.first(_TRIED)
+    possible = _possible(watched, splits, few)
+    if few.count < watched.sample.count and not _works(watched, possible, watched.sample):
+        possible = _possible(watched, splits, watched.sample)
     if not possible:
         raise watched.refused("no layer of this network can change its width, which its own code or its groups fix")
     new = copy.deepcopy(watched.exact)
@@ -232,12 +233,21 @@ def _fit(model: nn.Module) -> None:
             module.num_parameters = len(weight)
 
 
-def _works(watched: Watched, splits: Iterable[_Split]) -> bool:
+def _possible(watched: Watched, splits: Iterable[_Split], sample: Sample) -> list[_Split]:
+    """The splits that work together, those before the others: two that work by themselves need not do so."""
+    possible: list[_Split] = []
+    for each in splits:
+        if _works(watched, [*possible, each], sample):
+            possible.append(each)
+    return possible
+
+
+def _works(watched: Watched, splits: Iterable[_Split], sample: Sample) -> bool:
     """Whether the network runs, with the same output, if these layers have a different width."""
     new = copy.deepcopy(watched.exact)
     _divide(new, splits)
     try:
-        watched.sample.certify(watched.who, watched.exact, new)
+        sample.certify(watched.who, watched.exact, new)
     except (InputError, RuntimeError, ValueError, TypeError, IndexError):  # its own code fixes the old width
         return False
     return True
