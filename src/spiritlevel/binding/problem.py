@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
@@ -28,7 +27,7 @@ from spiritlevel.binding.failures import check_differentiable, explained
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import FEW_POSITIONS, Removing
 from spiritlevel.binding.losses import Head
-from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
+from spiritlevel.binding.modules import called_with, measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
@@ -284,7 +283,7 @@ class Problem:
         around = nothing if self.around is None else self.around(params)
         try:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else nothing, around:
-                result = functional_call(self.model, {**constants, **params}, args, kwargs)
+                result = called_with(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
         except (Exception, SystemExit) as error:
             if "mutate a captured Tensor" in first_line(error) and self._overwrites is False:
@@ -333,7 +332,7 @@ class Problem:
             more = len(leaves[0]) + 1
             args, kwargs = self._arguments(resized(inputs, more))
             with torch.no_grad(), Elementary():
-                again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+                again = called_with(self.model, {**self.constants, **params}, args, kwargs)
             found = [key for key in found if key in self.form.candidates(again, more)]
         return found[0] if len(found) == 1 else None
 
@@ -344,7 +343,7 @@ class Problem:
         """
         args, kwargs = self._arguments(copies_of(inputs))
         with preserved_module(self.model), torch.enable_grad(), Elementary():
-            again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+            again = called_with(self.model, {**self.constants, **params}, args, kwargs)
         kept = {id(leaf) for leaf in _leaves_of(self.form.outputs(again, self._part))}
         return any(id(leaf) in kept for leaf in _leaves_of(result))
 
