@@ -41,6 +41,7 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 HIDDEN = "input_of_last_layer"  # what `Tapped` calls that place
 _BATCH = 500  # samples that a perturbed network sees at once
+_ANALYSED = "structure"
 _LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
@@ -273,8 +274,21 @@ class Setting(Context):
         return self.once("structure", self._analysed)
 
     def _analysed(self) -> Structure:
+        """Found out once for models that differ in their values alone: which operations run does not depend on those.
+
+        Where it does, the analysis fails or says so.
+        """
         if self.coupling or self.problem.sharded:
             return Structure(failure=self.why_coupled if self.coupling else "the model is sharded over processes")
+        known: tuple[Any, Structure] = self.problem.facts.get(_ANALYSED, (None, Structure()))
+        if known[0] is self.batches and known[1].uses.keys() == self.problem.params.keys():
+            return known[1]
+        found = self._analysed_anew()
+        if not (found.failure or found.by_data):
+            self.problem.facts[_ANALYSED] = self.batches, found
+        return found
+
+    def _analysed_anew(self) -> Structure:
         with self.ranks.together(), self.problem.active():
             found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
             seen = functools.reduce(joined, found, Structure())
