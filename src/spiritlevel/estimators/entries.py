@@ -60,10 +60,9 @@ class Entries:
 
     def vectors(self, wanted: NDArray[np.intp]) -> Array:
         """The eigenvectors at these places in `values`, as columns."""
-        if len(wanted) == 1 and "_pairs" not in vars(self):
-            if (vector := self._at_an_end(int(wanted[0]))) is not None:
-                return vector
-        return self._pairs[1][:, wanted]
+        alone = len(wanted) == 1 and "_pairs" not in vars(self)
+        vector = self._at_an_end(int(wanted[0])) if alone else None
+        return self._pairs[1][:, wanted] if vector is None else vector
 
     def _at_an_end(self, place: int) -> Array | None:
         """The vector of the first or last eigenvalue λ, by a tenth of the work for all; `None` for any other.

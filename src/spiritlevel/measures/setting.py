@@ -42,6 +42,7 @@ _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cos
 HIDDEN = "input_of_last_layer"  # what `Tapped` calls that place
 _BATCH = 500  # samples that a perturbed network sees at once
 _ANALYSED = "structure"
+_KEPT_DRAWS = 2**12  # numbers of a random vector that is kept for models of the same size: drawing it takes longer
 _LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
@@ -60,6 +61,7 @@ class Setting(Context):
         """As a context; `probes` is how many probes a trace that must be estimated takes, if not the usual number."""
         super().__init__(*args, **options)
         self.probes = probes
+        self._normal: dict[Any, Tensor] = {}  # of random vectors, which depend on no model
 
     def _forget(self) -> None:
         super()._forget()
@@ -76,6 +78,8 @@ class Setting(Context):
             raise InputError("this needs the whole model, which is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
         state, device = dict(state_of(model)), self.problem.device
+        if all(_equal(tensor, copied[name]) for name, tensor in state.items()):
+            return model
         changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
         if bool(changed.any()):
             name = list(state)[int(changed.nonzero()[0])]
@@ -236,7 +240,7 @@ class Setting(Context):
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data, for which no spectrum is expected."""
         other = super().moved(model, params=params)
-        other.writes = False
+        other.writes, other._normal = False, self._normal
         return other
 
     def part(self, indices: Tensor) -> Setting:
@@ -492,17 +496,28 @@ class Setting(Context):
 
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
+        problem, key = self.problem, (index, purpose, self.problem.size)
+        if key in self._normal:
+            return self._normal[key].to(self.theta)
         generator = self.generator(index, purpose)
 
         def draw(count: int) -> Tensor:
             return torch.randn(count, generator=generator, dtype=torch.float64)
 
-        problem = self.problem
-        return (problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)).to(self.theta)
+        found = problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)
+        if problem.size <= _KEPT_DRAWS and not problem.sharded:
+            self._normal[key] = found
+        return found.to(self.theta)
 
 
 def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any, Tensor], params: Params) -> Tensor:
     return function(params, *batch)
+
+
+def _equal(now: Tensor, then: Tensor) -> bool:
+    """Whether two tensors on the CPU are alike to the bit: the usual case, seen at once."""
+    plain = now.device.type == "cpu" and now.layout == then.layout == torch.strided
+    return plain and (now.device, now.dtype) == (then.device, then.dtype) and torch.equal(now.detach(), then)
 
 
 def _differ(now: Tensor, then: Tensor) -> Tensor:

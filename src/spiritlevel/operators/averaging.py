@@ -71,6 +71,7 @@ class MeanMatrix:
         problem, whole = self.problem, context.whole
         self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
+        self.sizes, self.shapes = [p.numel() for p in self.params], [p.shape for p in self.params]
         with self.ranks.together():
             self.batches = context.batches.cut(context.batch_size)
             budget = context.budget()
@@ -159,7 +160,7 @@ class MeanMatrix:
         """
         dtype = torch.float64 if self.count > 1 else rows.dtype
         totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
-        sizes = [tensor.numel() for tensor in self.params]
+        sizes = self.sizes
 
         def begin(batch: _Batch) -> Callable[[], list[list[Tensor]]]:
             def powers() -> list[list[Tensor]]:
@@ -405,8 +406,7 @@ class MeanMatrix:
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
         """A vector cut into the parameters' shapes."""
-        parts = row.split([tensor.numel() for tensor in self.params])
-        return [_in_shape(part, tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
+        return list(map(_in_shape, torch.split_with_sizes(row, self.sizes), self.shapes))
 
     def _differentiate(
         self, flat: Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
@@ -430,11 +430,10 @@ class MeanMatrix:
         return self._in_chunks(function, rows, 1)
 
     def _in_chunks(self, function: _OfVector, rows: Tensor, chunk: int) -> Sequence[Tensor]:
-        sizes = [tensor.numel() for tensor in self.params]
         results: list[Sequence[Tensor]] = []
         for some in rows.split(chunk):
-            pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
-            parts = [_in_shape(piece, (len(some), *tensor.shape)) for piece, tensor in pieces]
+            pieces = zip(some.split(self.sizes, dim=1), self.shapes, strict=True)
+            parts = [_in_shape(piece, (len(some), *shape)) for piece, shape in pieces]
             if len(some) == 1:
                 results.append([result[None] for result in function(*(part[0] for part in parts))])
             else:

@@ -57,11 +57,12 @@ def in_reverse(product: Product) -> Product | None:
 
     For comparisons: where the model allows no such derivatives, it raises an error of any kind.
     """
-    return {
+    known: dict[Product, Product] = {
         hessian_product: _hessian_in_reverse,
         gauss_newton_product: _gauss_newton_in_reverse,
         fisher_product: _fisher_in_reverse,
-    }.get(product)
+    }
+    return known.get(product)
 
 
 def _in_either_mode(forward: Product, reverse: Product, problem: Problem, *args: Any) -> Params:
