@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,13 +99,21 @@ def to_eval_mode(model: nn.Module) -> None:
             module.training = False
 
 
+def twin_of(model: nn.Module) -> nn.Module:
+    """`copy.deepcopy` of a model in half the time: it takes apart the dozen empty dicts for hooks of each module."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return copy.deepcopy(
+        model, {id(value): OrderedDict() for value in held if type(value) is OrderedDict and not value}
+    )
+
+
 @in_turn()
 def in_double(model: nn.Module) -> nn.Module:
     """A copy of a model in float64; on the CPU, if its own device has no such numbers."""
-    copied = copy.deepcopy(model)
+    twin = twin_of(model)
     if any(not has_double(tensor.device) for _, tensor in state_of(model)):
-        copied = copied.cpu()
-    return copied.double()
+        twin = twin.cpu()
+    return twin.double()
 
 
 @in_turn()

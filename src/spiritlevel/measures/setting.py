@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.modules import state_of
+from spiritlevel.binding.modules import state_of, twin_of
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
@@ -275,24 +274,24 @@ class Setting(Context):
     @property
     def structure(self) -> Structure:
         """The degrees of the outputs in every parameter, over all samples: one forward pass of the data."""
-        return self.once("structure", self._analysed)
+        return self.once("structure", self._structure)
 
-    def _analysed(self) -> Structure:
+    def _structure(self) -> Structure:
         """Found out once for models that differ in their values alone: which operations run does not depend on those.
 
         Where it does, the analysis fails or says so.
         """
         if self.coupling or self.problem.sharded:
             return Structure(failure=self.why_coupled if self.coupling else "the model is sharded over processes")
-        known: tuple[Any, Structure] = self.problem.facts.get(_ANALYSED, (None, Structure()))
-        if known[0] is self.batches and known[1].uses.keys() == self.problem.params.keys():
-            return known[1]
-        found = self._analysed_anew()
+        batches, known = self.problem.facts.get(_ANALYSED, (None, Structure()))
+        if batches is self.batches and known.uses.keys() == self.problem.params.keys():
+            return cast(Structure, known)
+        found = self._analysed()
         if not (found.failure or found.by_data):
             self.problem.facts[_ANALYSED] = self.batches, found
         return found
 
-    def _analysed_anew(self) -> Structure:
+    def _analysed(self) -> Structure:
         with self.ranks.together(), self.problem.active():
             found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
             seen = functools.reduce(joined, found, Structure())
@@ -471,7 +470,7 @@ class Setting(Context):
         normed = any(isinstance(module, _BatchNorm) for module in model.modules())
         if not normed and not frozen:
             return self
-        model = self._without_batch_norm() if normed else copy.deepcopy(model)
+        model = self._without_batch_norm() if normed else twin_of(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return self.moved(model, params=None)
