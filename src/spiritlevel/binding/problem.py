@@ -137,6 +137,8 @@ class Problem:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
         if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):
             self.facts, self.reverse_only = {**other.facts}, other.reverse_only
+            if other._overwrites is False and not (other._keeps or other._draws):  # as usual: nothing to watch for
+                self._overwrites = False
 
     def converted(self, dtype: torch.dtype) -> Problem:
         """The same problem in another precision, for a look at it inside `active()`; facts are shared."""
@@ -186,8 +188,9 @@ class Problem:
         ):
             to_eval_mode(self.model)
             for module in self.model.modules():
-                module._backward_hooks = OrderedDict()  # torch.func does not know them
-                module._backward_pre_hooks = OrderedDict()
+                for hooks in ("_backward_hooks", "_backward_pre_hooks"):  # torch.func does not know them
+                    if vars(module).get(hooks):
+                        vars(module)[hooks] = OrderedDict()
                 if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True
                     module.track_running_stats = False  # batch statistics, and no running ones are written

@@ -394,6 +394,9 @@ class Setting(Context):
     @functools.cached_property
     def classes(self) -> int:
         """The number of classes where the loss tells them, else of outputs in the last dimension; seen on a sample."""
+        return self.once_for_code("classes", self._classes)
+
+    def _classes(self) -> int:
         with self.problem.active(), torch.no_grad():
             inputs, targets = self.first(2)
             outputs = self.problem.outputs(self.problem.params, inputs)
