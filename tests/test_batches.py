@@ -447,6 +447,7 @@ def test_available_memory(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(memory, "_last", (-math.inf, 0))
     assert available_memory() == expected
 
 
@@ -456,7 +457,17 @@ def test_available_memory_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "read_text", missing)
     monkeypatch.setattr(memory.os, "sysconf", missing)
+    monkeypatch.setattr(memory, "_last", (-math.inf, 0))
     assert available_memory() == 2**32
+
+
+def test_available_memory_is_asked_for_again_once_the_answer_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([3, 2, 1])
+    clock = iter([10.0, 10.04, 10.06])
+    monkeypatch.setattr(memory, "_of_machine", lambda: next(answers))
+    monkeypatch.setattr(memory.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(memory, "_last", (-math.inf, 0))
+    assert [available_memory() for _ in range(3)] == [3, 3, 2]
 
 
 _BLOCKS = """

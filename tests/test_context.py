@@ -275,6 +275,52 @@ def test_an_adopted_trace_gives_the_products_of_the_new_model(data: Data) -> Non
     torch.testing.assert_close(moved.hessian.dense(), expected, rtol=1e-10, atol=1e-12)
 
 
+class Branching(nn.Module):
+    """Takes another path where its weights are large."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        nn.init.constant_(self.layer.weight, size)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(inputs)
+        return found.tanh() if bool(self.layer.weight.sum() > 1) else found
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_degrees_are_inherited_unless_numbers_decide_which_operations_run(data: Data, large: bool) -> None:
+    setting, other = Setting(net(), data), net(1)
+    assert setting.moved(other).structure == Setting(other, data).structure
+    assert setting.structure is setting.moved(other).structure
+    assert setting.classes == setting.moved(other).classes == 3
+    branching = Setting(Branching(0.1 * large), data)
+    assert branching.structure.failure
+    assert branching.moved(Branching(0.2)).structure.failure
+
+
+def test_a_reverse_mode_product_is_what_an_adopted_trace_is_held_against(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where plain autograd refuses, forward over reverse mode takes its place; where they differ, a new trace."""
+    setting, ones = Setting(net(), data), torch.ones(Setting(net(), data).problem.size)
+    expected, asked = sl.hessian(net(1), data) @ ones, list[str]()
+    _ = setting.hessian @ ones
+
+    def refusing(*_: Any) -> Any:
+        asked.append("refused")
+        raise RuntimeError("no double backward")
+
+    def wrong(*args: Any) -> Any:
+        asked.append("wrong")
+        return {name: 2 * part for name, part in args[1].items()}
+
+    for instead in (refusing, wrong):
+        monkeypatch.setattr(averaging, "in_reverse", lambda product, instead=instead: instead)
+        torch.testing.assert_close(setting.moved(net(1)).hessian @ ones, expected)
+    assert asked == ["refused", "wrong"]
+
+
 def _seeded(data: Data) -> dict[str, Callable[[Any], object]]:
     """Every public function with a seed, as a function of it; and the transforms that this network has."""
     model, op, values = net(), sl.hessian(net(), data), torch.rand(30)

@@ -33,6 +33,7 @@ from spiritlevel.estimators import (
     trace,
 )
 from spiritlevel.estimators.density import _quadrature
+from spiritlevel.estimators.entries import Entries
 from spiritlevel.estimators.krylov import Krylov, lanczos
 from spiritlevel.estimators.operator import Product
 from spiritlevel.estimators.probes import gaussian, sign_blocks, signs
@@ -238,6 +239,28 @@ def test_small_operators_are_dense_and_exact():
     assert pairs.matvecs == 40
     torch.testing.assert_close(pairs.values, bulk(40).flip(0), rtol=0, atol=1e-13)
     assert eigenvalues(matrix, 1, max_matvecs=30).matvecs <= 30
+
+
+@pytest.mark.parametrize("second", [2.9, 3.0, 3.0 - 1e-13], ids=["apart", "repeated", "all but repeated"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_vector_at_an_end_comes_alone(second, place):
+    ends = torch.tensor([3.0, second, -3.0, -second])
+    matrix = rotated(torch.cat([ends, bulk(200)])).numpy()
+    one, every = Entries(matrix), Entries(matrix)
+    every.decompose()
+    vector = one.vectors(np.array([place % one.size]))[:, 0]
+    assert "_pairs" not in vars(one)
+    np.testing.assert_allclose(one.values, every.values, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(one.symmetric @ vector, one.values[place] * vector, rtol=0, atol=1e-13)
+    if second == 2.9:
+        other = every.vectors(np.array([place % one.size]))[:, 0]
+        np.testing.assert_allclose(vector * np.sign(vector @ other), other, rtol=0, atol=1e-12)
+
+
+def test_a_vector_inside_a_spectrum_comes_with_all_others():
+    entries = Entries(rotated(bulk(200)).numpy())
+    (vector,) = entries.vectors(np.array([100])).T
+    np.testing.assert_allclose(entries.symmetric @ vector, entries.values[100] * vector, rtol=0, atol=1e-13)
 
 
 def test_an_iteration_as_long_as_the_matrix_is_wide_ends_dense():

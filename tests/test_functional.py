@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
 import spiritlevel as sl
+from spiritlevel.binding.modules import called_with, twin_of
 from spiritlevel.binding.parameters import Params, along, select_parameters
 from spiritlevel.binding.problem import Problem
 from spiritlevel.errors import InputError
@@ -963,3 +964,55 @@ def test_a_shared_parameter_has_all_its_names() -> None:
     net["head"].weight = net["embedding"].weight
     assert select_parameters(net, "head") == ["embedding.weight", "head.bias"]
     assert select_parameters(net, "head.weight") == ["embedding.weight"]
+
+
+class Twice(nn.Module):
+    """One weight under two names, a module met twice, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.second.weight = self.first.weight
+        self.again = self.second
+        self.kept, self.empty = OrderedDict(a=torch.ones(1)), OrderedDict[str, int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.again(self.norm(self.second(self.first(x))))
+        if found.isnan().any():
+            raise RuntimeError("not a number")
+        return found
+
+
+def test_a_call_with_other_tensors_is_that_of_torch_and_leaves_the_model_its_own() -> None:
+    """Torch's own leaves a module that is met twice with a new tensor: it is called on copies here."""
+    model = Twice().eval()
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    other = {name: torch.randn_like(t) if t.is_floating_point() else t + 1 for name, t in own.items()}
+    other["norm.running_var"] = torch.rand(4) + 1
+    for given in (other, {"second.bias": other["second.bias"]}, {"first.weight": other["first.weight"]}):
+        expected = torch.func.functional_call(copy.deepcopy(model), dict(given), (X,))
+        assert torch.equal(called_with(model, given, (X,), {}), expected)
+    with pytest.raises(RuntimeError, match="not a number"):
+        called_with(model, {"first.weight": torch.full((4, 4), math.nan)}, (X,), {})
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert now.keys() == own.keys()
+    assert all(now[name] is tensor for name, tensor in own.items())
+    assert model.second.weight is model.first.weight
+
+
+def test_a_twin_is_a_deep_copy() -> None:
+    model = Twice()
+    twin = twin_of(model)
+    assert isinstance(twin, Twice)
+    assert twin.again is twin.second
+    assert twin.second.weight is twin.first.weight is not model.first.weight
+    assert torch.equal(twin.kept["a"], model.kept["a"])
+    assert twin.kept["a"] is not model.kept["a"]
+    assert twin.empty == {}
+    assert twin.empty is not model.empty
+    handle = model.first.register_forward_hook(lambda *_: None)
+    assert len(twin_of(model).first._forward_hooks) == 1
+    twin.second.register_forward_hook(lambda *_: None)
+    handle.remove()
+    assert not model.first._forward_hooks
+    assert not model.second._forward_hooks

@@ -7,6 +7,7 @@ import ctypes
 import math
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from spiritlevel.errors import InputError
 if TYPE_CHECKING:
     import torch
 
+_FRESH = 0.05  # seconds for which an answer holds: asking takes as long as passes of a small network,
+_last = -math.inf, 0  # and no process takes more than some 100 MB of fresh memory in that time
 _SMALL = 2**26  # bytes assumed to be free, whatever the machine says
 _TRIM_THRESHOLD, _MMAP_MAX, _MOST = -1, -4, 2**31 - 1  # of mallopt(3)
 KEPT_BY_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(_MOST)}
@@ -79,6 +82,14 @@ def available_memory(device: torch.device | None = None) -> int:
     """Bytes that this process may still take: of an accelerator, of the machine, or of a container that allows less."""
     if device is not None and (free := free_memory(device)) is not None:
         return free
+    global _last
+    now = time.monotonic()
+    if not now - _last[0] < _FRESH:
+        _last = now, _of_machine()
+    return _last[1]
+
+
+def _of_machine() -> int:
     limits = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # if nothing better is known

@@ -247,7 +247,7 @@ class Batches:
                 "data must be a pair of tensors, a Dataset, a DataLoader or batches of (inputs, targets), "
                 f"got {said(data)}{_way_to_data(data)}."
             )
-        self.data = data
+        self.data, self._in_memory = data, is_pair_of_tensors(data)
         if not self._in_memory:
             self._check_repeats()
 
@@ -256,10 +256,6 @@ class Batches:
         other = copy.copy(self)
         other.size = size
         return other
-
-    @property
-    def _in_memory(self) -> bool:
-        return is_pair_of_tensors(self.data)
 
     @property
     def samples(self) -> int | None:

@@ -334,6 +334,19 @@ class Context:
             self._found[fact] = find()
         return cast(Found, self._found[fact])
 
+    def once_for_code(self, fact: Any, find: Callable[[], Found]) -> Found:
+        """The same for what models that differ in the values of their parameters alone have in common."""
+        known, key = self.problem.facts, (fact, tuple(self.problem.params))
+
+        def inherited() -> Found:
+            batches, found = known.get(key, (None, None))
+            if batches is not self.batches:
+                found = find()
+                known[key] = self.batches, found
+            return cast(Found, found)
+
+        return self.once(key, inherited)
+
     @functools.cached_property
     def theta(self) -> Tensor:
         """The measured parameters laid end to end."""

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spiritlevel.binding import losses
@@ -28,7 +27,7 @@ from spiritlevel.binding.failures import check_differentiable, explained
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.last_layer import FEW_POSITIONS, Removing
 from spiritlevel.binding.losses import Head
-from spiritlevel.binding.modules import measurable, state_of, to_eval_mode
+from spiritlevel.binding.modules import called_with, measurable, state_of, to_eval_mode
 from spiritlevel.binding.parameters import Params, depth, in_precision, select_parameters
 from spiritlevel.binding.ranks import Ranks
 from spiritlevel.binding.reading import PLAIN, Form
@@ -138,6 +137,8 @@ class Problem:
         """Take over what is known about another problem, if only the values of parameters and buffers differ."""
         if self.loss is other.loss and self.batch_norm == other.batch_norm and _same_code(self.model, other.model):
             self.facts, self.reverse_only = {**other.facts}, other.reverse_only
+            if other._overwrites is False and not (other._keeps or other._draws):  # as usual: nothing to watch for
+                self._overwrites = False
 
     def converted(self, dtype: torch.dtype) -> Problem:
         """The same problem in another precision, for a look at it inside `active()`; facts are shared."""
@@ -187,8 +188,9 @@ class Problem:
         ):
             to_eval_mode(self.model)
             for module in self.model.modules():
-                module._backward_hooks = OrderedDict()  # torch.func does not know them
-                module._backward_pre_hooks = OrderedDict()
+                for hooks in ("_backward_hooks", "_backward_pre_hooks"):  # torch.func does not know them
+                    if vars(module).get(hooks):
+                        vars(module)[hooks] = OrderedDict()
                 if self.batch_norm == "batch" and isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = True
                     module.track_running_stats = False  # batch statistics, and no running ones are written
@@ -284,7 +286,7 @@ class Problem:
         around = nothing if self.around is None else self.around(params)
         try:
             with Elementary(), keeps as changed, torch.enable_grad() if detached else nothing, around:
-                result = functional_call(self.model, {**constants, **params}, args, kwargs)
+                result = called_with(self.model, {**constants, **params}, args, kwargs)
                 self._keeps |= changed()
         except (Exception, SystemExit) as error:
             if "mutate a captured Tensor" in first_line(error) and self._overwrites is False:
@@ -333,7 +335,7 @@ class Problem:
             more = len(leaves[0]) + 1
             args, kwargs = self._arguments(resized(inputs, more))
             with torch.no_grad(), Elementary():
-                again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+                again = called_with(self.model, {**self.constants, **params}, args, kwargs)
             found = [key for key in found if key in self.form.candidates(again, more)]
         return found[0] if len(found) == 1 else None
 
@@ -344,7 +346,7 @@ class Problem:
         """
         args, kwargs = self._arguments(copies_of(inputs))
         with preserved_module(self.model), torch.enable_grad(), Elementary():
-            again = functional_call(self.model, {**self.constants, **params}, args, kwargs)
+            again = called_with(self.model, {**self.constants, **params}, args, kwargs)
         kept = {id(leaf) for leaf in _leaves_of(self.form.outputs(again, self._part))}
         return any(id(leaf) in kept for leaf in _leaves_of(result))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -51,8 +53,15 @@ class Takes(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> Takes:
         """Read from the signature; nothing is known about forwards that hide it (`*args`)."""
+        forward = model.forward
+        if isinstance(forward, types.MethodType) and isinstance(forward.__func__, types.FunctionType):
+            return _taken_by(forward.__func__)
+        return cls._by(forward)
+
+    @classmethod
+    def _by(cls, forward: Any) -> Takes:
         try:
-            parameters = inspect.signature(model.forward).parameters.values()
+            parameters = inspect.signature(forward).parameters.values()
         except (TypeError, ValueError):
             return ANYTHING
         named = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
@@ -104,6 +113,12 @@ class Takes(NamedTuple):
 _ARGS, _KEYWORDS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _OPEN = (_ARGS, _KEYWORDS)
 ANYTHING = Takes()
+
+
+@functools.lru_cache(maxsize=32)
+def _taken_by(function: types.FunctionType) -> Takes:
+    """What a method takes, found out once: an audit binds a hundred models of one class."""
+    return Takes._by(types.MethodType(function, object()))
 
 
 def _note(notes: list[str], note: str) -> None:

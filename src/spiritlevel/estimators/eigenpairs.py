@@ -380,6 +380,8 @@ def dense_eigenpairs(
     Their residuals are measured where there are vectors; otherwise they are at most the asymmetry of the products.
     """
     (end,) = ENDS[which]
+    if vectors and k > 1:
+        entries.decompose()
     wanted = np.argsort(-end(entries.values), kind="stable")[:k]
     norm = float(np.abs(entries.values).max())
     bound = tol * norm

@@ -107,14 +107,17 @@ class Krylov:
         self.noise = max(self.noise, float(np.linalg.norm(h[:j] - expected)), self.product.error)
         self.projected[: j + 1, j] = self.projected[j, : j + 1] = h
         floor = max(self._eps * self._scale, 1e-300)
-        following = (self.points * edge.shadows - self.shadows[:, : j + 1] @ h) / max(beta, floor)
+        following = edge.shadows  # none, unless points are looked at
+        if self.points.size:
+            following = (self.points * edge.shadows - self.shadows[:, : j + 1] @ h) / max(beta, floor)
         if beta > 10 * floor and self.width < self.product.size:
             shares = np.zeros(self.capacity)
             shares[j] = beta
             self.edges[number] = _Edge(remainder / beta, shares, following)
         else:  # H maps the space of this edge into the basis
             self.noise = max(self.noise, beta)
-        self._rule_out(np.square(self.shadows[:, : j + 1]).sum(1) + np.square(following))
+        if self.points.size:
+            self._rule_out(np.square(self.shadows[:, : j + 1]).sum(1) + np.square(following))
         return product
 
     def _clear_edge(self, number: int, q: Tensor, shadows: Array) -> Array:
@@ -229,6 +232,9 @@ class Krylov:
         shares = np.array([edge.shares[: self.width] @ coordinates for edge in self.edges.values()])
         if not vectors:
             return np.zeros(coordinates.shape[1])
+        if len(vectors) == 1:
+            lengths: Array = np.abs(shares[0])
+            return lengths
         overlaps = np.eye(len(vectors))  # edges are unit vectors, but not orthogonal to each other
         for i, j in itertools.combinations(range(len(vectors)), 2):
             overlaps[i, j] = overlaps[j, i] = self.space.dot(vectors[i], vectors[j])

@@ -25,15 +25,22 @@ _Arguments = ParamSpec("_Arguments")
 _Found = TypeVar("_Found")
 
 
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """No reduced precision inside, whatever the caller has switched on."""
+@functools.cache
+def _reducible() -> tuple[str, ...]:
+    """The kinds of devices here that may compute in reduced precision."""
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu", *([accelerator.type] if accelerator is not None else [])]
-    reduced = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    if not reduced:
-        yield
-        return
+    return tuple(filter(torch.amp.is_autocast_available, kinds))
+
+
+def full_precision() -> contextlib.AbstractContextManager[None]:
+    """No reduced precision inside, whatever the caller has switched on."""
+    reduced = [kind for kind in _reducible() if torch.is_autocast_enabled(kind)]
+    return _without(reduced) if reduced else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without(reduced: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in reduced:
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -48,10 +48,15 @@ def _predicted_norm(setting: Setting, transformed: Transformed) -> float | None:
     factors = transformed.certificate.factors
     if factors is None or not transformed.linear:
         return None
+    params = setting.problem.params
+    own = setting.once("squares", lambda: {name: float(t.double().square().sum()) for name, t in params.items()})
     squares = 0.0
-    for name, tensor in setting.problem.params.items():
-        factor = torch.as_tensor(factors[name], dtype=torch.float64)
-        squares += float((factor * tensor.double().cpu()).square().sum())
+    for name, tensor in params.items():
+        factor = factors[name]
+        if isinstance(factor, Tensor) and factor.ndim:
+            squares += float((factor.double().cpu() * tensor.double().cpu()).square().sum())
+        else:
+            squares += float(factor) ** 2 * own[name]
     return math.sqrt(squares)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from spiritlevel.binding.batches import Batches, picked
 from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
-from spiritlevel.binding.modules import state_of
+from spiritlevel.binding.modules import state_of, twin_of
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.points import at_points, points_at_once
 from spiritlevel.binding.problem import Problem
@@ -41,6 +40,8 @@ from spiritlevel.watching.structure import Structure, analyse, joined
 _WRITTEN = 1_024  # parameters up to which all columns, and all eigenvalues, cost less than the products of a spectrum
 HIDDEN = "input_of_last_layer"  # what `Tapped` calls that place
 _BATCH = 500  # samples that a perturbed network sees at once
+_ANALYSED = "structure"
+_KEPT_DRAWS = 2**12  # numbers of a random vector that is kept for models of the same size: drawing it takes longer
 _LOSSES = 2**22  # losses of all samples at several points, held at once
 
 
@@ -59,6 +60,7 @@ class Setting(Context):
         """As a context; `probes` is how many probes a trace that must be estimated takes, if not the usual number."""
         super().__init__(*args, **options)
         self.probes = probes
+        self._normal: dict[Any, Tensor] = {}  # of random vectors, which depend on no model
 
     def _forget(self) -> None:
         super()._forget()
@@ -75,6 +77,8 @@ class Setting(Context):
             raise InputError("this needs the whole model, which is sharded over processes.")
         model, copied = self.problem.model, {**self.problem.params, **self.problem.constants}
         state, device = dict(state_of(model)), self.problem.device
+        if all(_equal(tensor, copied[name]) for name, tensor in state.items()):
+            return model
         changed = torch.stack([_differ(tensor.detach(), copied[name]).to(device) for name, tensor in state.items()])
         if bool(changed.any()):
             name = list(state)[int(changed.nonzero()[0])]
@@ -235,7 +239,7 @@ class Setting(Context):
     def moved(self, model: nn.Module, *, params: Any = ()) -> Self:
         """Another model on the same data, for which no spectrum is expected."""
         other = super().moved(model, params=params)
-        other.writes = False
+        other.writes, other._normal = False, self._normal
         return other
 
     def part(self, indices: Tensor) -> Setting:
@@ -270,11 +274,24 @@ class Setting(Context):
     @property
     def structure(self) -> Structure:
         """The degrees of the outputs in every parameter, over all samples: one forward pass of the data."""
-        return self.once("structure", self._analysed)
+        return self.once("structure", self._structure)
 
-    def _analysed(self) -> Structure:
+    def _structure(self) -> Structure:
+        """Found out once for models that differ in their values alone: which operations run does not depend on those.
+
+        Where it does, the analysis fails or says so.
+        """
         if self.coupling or self.problem.sharded:
             return Structure(failure=self.why_coupled if self.coupling else "the model is sharded over processes")
+        batches, known = self.problem.facts.get(_ANALYSED, (None, Structure()))
+        if batches is self.batches and known.uses.keys() == self.problem.params.keys():
+            return cast(Structure, known)
+        found = self._analysed()
+        if not (found.failure or found.by_data):
+            self.problem.facts[_ANALYSED] = self.batches, found
+        return found
+
+    def _analysed(self) -> Structure:
         with self.ranks.together(), self.problem.active():
             found = (analyse(self.problem, inputs, len(targets)) for _, inputs, targets in self.mine())
             seen = functools.reduce(joined, found, Structure())
@@ -377,6 +394,9 @@ class Setting(Context):
     @functools.cached_property
     def classes(self) -> int:
         """The number of classes where the loss tells them, else of outputs in the last dimension; seen on a sample."""
+        return self.once_for_code("classes", self._classes)
+
+    def _classes(self) -> int:
         with self.problem.active(), torch.no_grad():
             inputs, targets = self.first(2)
             outputs = self.problem.outputs(self.problem.params, inputs)
@@ -453,7 +473,7 @@ class Setting(Context):
         normed = any(isinstance(module, _BatchNorm) for module in model.modules())
         if not normed and not frozen:
             return self
-        model = self._without_batch_norm() if normed else copy.deepcopy(model)
+        model = self._without_batch_norm() if normed else twin_of(model)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
         return self.moved(model, params=None)
@@ -478,17 +498,28 @@ class Setting(Context):
 
     def normal(self, index: int, purpose: int) -> Tensor:
         """The draw of standard normal numbers with this index, (P,), for this purpose."""
+        problem, key = self.problem, (index, purpose, self.problem.size)
+        if key in self._normal:
+            return self._normal[key].to(self.theta)
         generator = self.generator(index, purpose)
 
         def draw(count: int) -> Tensor:
             return torch.randn(count, generator=generator, dtype=torch.float64)
 
-        problem = self.problem
-        return (problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)).to(self.theta)
+        found = problem.drawn(draw) if isinstance(problem, ShardedProblem) else draw(problem.size)
+        if problem.size <= _KEPT_DRAWS and not problem.sharded:
+            self._normal[key] = found
+        return found.to(self.theta)
 
 
 def _swapped(function: Callable[[Params, Any, Tensor], Tensor], batch: tuple[Any, Tensor], params: Params) -> Tensor:
     return function(params, *batch)
+
+
+def _equal(now: Tensor, then: Tensor) -> bool:
+    """Whether two tensors on the CPU are alike to the bit: the usual case, seen at once."""
+    plain = now.device.type == "cpu" and now.layout == then.layout == torch.strided
+    return plain and (now.device, now.dtype) == (then.device, then.dtype) and torch.equal(now.detach(), then)
 
 
 def _differ(now: Tensor, then: Tensor) -> Tensor:

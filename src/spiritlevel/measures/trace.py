@@ -30,7 +30,9 @@ def predicted_trace(setting: Setting, transformed: Transformed) -> float | None:
     factors = _numbers(transformed)
     if factors is None or not setting.by_norms or not setting.traces.layers:
         return None
-    return sum(float(values.mean()) / factors[name] ** 2 for name, values in setting.traces.layers.items())
+    layers = setting.traces.layers
+    means = setting.once("mean traces", lambda: {name: float(values.mean()) for name, values in layers.items()})
+    return sum(mean / factors[name] ** 2 for name, mean in means.items())
 
 
 def _predicted_mean_eigenvalue(setting: Setting, transformed: Transformed) -> float | None:

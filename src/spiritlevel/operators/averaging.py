@@ -29,7 +29,7 @@ from spiritlevel.binding.parameters import nearby
 from spiritlevel.errors import InputError
 from spiritlevel.estimators import Operator
 from spiritlevel.operators.footprint import activation_bytes
-from spiritlevel.operators.products import Product, hessian_product
+from spiritlevel.operators.products import Product, hessian_product, in_reverse
 from spiritlevel.operators.replay import Flat, Tape, Trace, Traced, checked_trace, try_to_trace
 from spiritlevel.operators.symmetry import check_symmetry, random_pair, turned
 from spiritlevel.watching.derivatives import check_derivatives
@@ -71,6 +71,7 @@ class MeanMatrix:
         problem, whole = self.problem, context.whole
         self.ranks, self.whole = context.ranks, whole
         self.params = list(problem.params.values())
+        self.sizes, self.shapes = [p.numel() for p in self.params], [p.shape for p in self.params]
         with self.ranks.together():
             self.batches = context.batches.cut(context.batch_size)
             budget = context.budget()
@@ -159,7 +160,7 @@ class MeanMatrix:
         """
         dtype = torch.float64 if self.count > 1 else rows.dtype
         totals = [torch.zeros(rows.shape, dtype=dtype, device=rows.device) for _ in range(order)]
-        sizes = [tensor.numel() for tensor in self.params]
+        sizes = self.sizes
 
         def begin(batch: _Batch) -> Callable[[], list[list[Tensor]]]:
             def powers() -> list[list[Tensor]]:
@@ -255,7 +256,7 @@ class MeanMatrix:
         flat, fixed, shape = self._flat(inputs, targets)
         constants, known = None, None
         if shape not in self.traces:
-            traced = self._adopted(flat, fixed, shape, rows[0])
+            traced = self._adopted(flat, fixed, shape, rows[0], inputs, targets)
             if traced is None and len(self.traces) < _MOST_SHAPES:
                 traced = self._trace(flat, fixed, inputs, targets, rows)
             self.traces[shape], constants, known = traced or (None, None, None)
@@ -303,12 +304,16 @@ class MeanMatrix:
 
         return flat, fixed, (str(form), repr(rest), tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in fixed))
 
-    def _adopted(self, flat: Flat, fixed: list[Tensor], shape: Any, row: Tensor) -> Traced | None:
+    def _adopted(
+        self, flat: Flat, fixed: list[Tensor], shape: Any, row: Tensor, inputs: Any, targets: Tensor
+    ) -> Traced | None:
         """The trace of a model that differs in the values of its parameters alone, if its product is this one's."""
         if shape not in self.others or self.problem.reverse_only:
             return None
         trace = self.others[shape]
-        (expected,) = zip(*self._differentiate(flat, fixed, row[None]), strict=True)
+        expected = self._in_reverse(row, inputs, targets)
+        if expected is None:
+            (expected,) = zip(*self._differentiate(flat, fixed, row[None]), strict=True)
         with torch.no_grad():
             constants = tuple(trace.prepare(*self.params, *fixed))
             product = trace.multiply(*self._shaped(row), *constants)
@@ -318,6 +323,18 @@ class MeanMatrix:
             return None
         self.traceable = True
         return Traced(trace, constants, tuple(product))
+
+    def _in_reverse(self, row: Tensor, inputs: Any, targets: Tensor) -> tuple[Tensor, ...] | None:
+        """The product with a vector, to compare another with: by plain autograd, unless that cannot give it."""
+        product, problem = in_reverse(self.product), self.problem
+        if product is None or problem.facts.get("head"):  # large outputs are never multiplied out
+            return None
+        vector = dict(zip(problem.params, self._shaped(row), strict=True))
+        try:
+            with problem.active():
+                return tuple(product(problem, vector, problem.params, *problem.place(inputs, targets)).values())
+        except RuntimeError:  # a function of the user's own may have forward derivatives only
+            return None
 
     def _trace(self, flat: Flat, fixed: list[Tensor], inputs: Any, targets: Tensor, rows: Tensor) -> Traced | None:
         """The trace of a batch's product, along the first row; `None` if there is none."""
@@ -389,8 +406,7 @@ class MeanMatrix:
 
     def _shaped(self, row: Tensor) -> list[Tensor]:
         """A vector cut into the parameters' shapes."""
-        parts = row.split([tensor.numel() for tensor in self.params])
-        return [_in_shape(part, tensor.shape) for part, tensor in zip(parts, self.params, strict=True)]
+        return list(map(_in_shape, torch.split_with_sizes(row, self.sizes), self.shapes))
 
     def _differentiate(
         self, flat: Flat, fixed: list[Tensor], vectors: Tensor, params: list[Tensor] | None = None
@@ -414,11 +430,10 @@ class MeanMatrix:
         return self._in_chunks(function, rows, 1)
 
     def _in_chunks(self, function: _OfVector, rows: Tensor, chunk: int) -> Sequence[Tensor]:
-        sizes = [tensor.numel() for tensor in self.params]
         results: list[Sequence[Tensor]] = []
         for some in rows.split(chunk):
-            pieces = zip(some.split(sizes, dim=1), self.params, strict=True)
-            parts = [_in_shape(piece, (len(some), *tensor.shape)) for piece, tensor in pieces]
+            pieces = zip(some.split(self.sizes, dim=1), self.shapes, strict=True)
+            parts = [_in_shape(piece, (len(some), *shape)) for piece, shape in pieces]
             if len(some) == 1:
                 results.append([result[None] for result in function(*(part[0] for part in parts))])
             else:

@@ -24,7 +24,7 @@ _KEPT = 2**22  # bytes that it keeps: hardly more
 
 def activation_bytes(context: Context) -> tuple[int, int]:
     """Bytes per sample that a forward pass saves for its derivative, all and the largest, from at most 16 samples."""
-    return context.once("activation bytes", lambda: _activation_bytes(context))
+    return context.once_for_code("activation bytes", lambda: _activation_bytes(context))
 
 
 def _activation_bytes(context: Context) -> tuple[int, int]:

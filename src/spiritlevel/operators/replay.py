@@ -237,6 +237,9 @@ def _simplified(recorded: Sequence[Node], results: Sequence[Node]) -> tuple[list
         if operation.kind is Kind.ALIAS or (node.function is _aten.copy.default and _alike(node, arguments[-1])):
             image[node] = arguments[-1]
             continue
+        if (same := _undone(node, arguments)) is not None:
+            image[node] = same
+            continue
         if node.function is _aten.add.Tensor and len(arguments) == 2 and not node.kwargs:
             others = [argument for argument in arguments if argument not in zeros]
             if len(others) == 1 and others[0].dtype == node.dtype:
@@ -263,6 +266,17 @@ def _operation(node: Node) -> Operation:
 
 def _alike(a: Node, b: Node) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def _undone(node: Node, arguments: Sequence[Node]) -> Node | None:
+    """The value that this one shows again: as a view in its own shape, or transposed twice."""
+    if node.function is _aten.t.default:
+        (before,) = arguments
+        return before.inputs[0] if before.function is _aten.t.default else None
+    if node.function is _aten.permute.default:
+        return arguments[0] if list(node.args[1]) == list(range(len(node.args[1]))) else None
+    shown = node.function in (_aten.view.default, _aten.reshape.default, _aten.expand.default)
+    return arguments[0] if shown and node.shape is not None and _alike(node, arguments[0]) else None
 
 
 def _vanishes(node: Node, zeros: set[Node]) -> bool:

@@ -158,15 +158,29 @@ def _resampled(x: _Column, y: _Column, resamples: int, seed: int) -> Array:
             if len(noise) not in shares:
                 shares[len(noise)] = _counts(generator, rows, len(noise))
             moved.append(values + shares[len(noise)] @ noise)
+        if all(noise is None for _, noise in columns):
+            terms = _terms(*(values for values, _ in columns))
+            results.append(_of_moments(*(np.einsum("kn,n->k", weights, term) for term in terms)))
+            continue
         left, right = moved
         mean_l, mean_r = (np.einsum("kn,kn->k", weights, side) for side in moved)
         square_l, square_r = (np.einsum("kn,kn,kn->k", weights, side, side) for side in moved)
         product = np.einsum("kn,kn,kn->k", weights, left, right)
-        spread_l, spread_r = square_l - mean_l**2, square_r - mean_r**2
-        usable = (spread_l > 1e-20) & (spread_r > 1e-20)
-        covariance = (product - mean_l * mean_r)[usable]
-        results.append(_fisher(covariance / np.sqrt(spread_l[usable] * spread_r[usable])))
+        results.append(_of_moments(mean_l, mean_r, square_l, square_r, product))
     return np.concatenate(results)
+
+
+def _terms(x: Array, y: Array) -> tuple[Array, ...]:
+    """What the moments of r are means of."""
+    return x, y, x * x, y * y, x * y
+
+
+def _of_moments(mean_x: Array, mean_y: Array, square_x: Array, square_y: Array, product: Array) -> Array:
+    """Fisher's z of r from the moments of each resample, where both columns vary."""
+    spread_x, spread_y = square_x - mean_x**2, square_y - mean_y**2
+    usable = (spread_x > 1e-20) & (spread_y > 1e-20)
+    r = (product - mean_x * mean_y)[usable] / np.sqrt(spread_x[usable] * spread_y[usable])
+    return np.asarray(_fisher(r))
 
 
 def _by_their_limit(x: Array, y: Array, owners: Array, resamples: int, generator: np.random.Generator) -> Array:
@@ -174,16 +188,13 @@ def _by_their_limit(x: Array, y: Array, owners: Array, resamples: int, generator
 
     Resamples are then drawn from that normal law: its covariance is that of the sums over the points of each owner.
     """
-    terms = np.stack([x, y, x * x, y * y, x * y])
+    terms = np.stack(_terms(x, y))
     mean = terms.mean(1)
     sums = np.stack([np.bincount(owners, each - middle) for each, middle in zip(terms, mean, strict=True)])
     covariance = sums @ sums.T / len(x) ** 2
-    drawn = generator.multivariate_normal(mean, covariance, resamples, check_valid="ignore", method="eigh").T
-    mean_x, mean_y, square_x, square_y, product = drawn
-    spread_x, spread_y = square_x - mean_x**2, square_y - mean_y**2
-    usable = (spread_x > 1e-20) & (spread_y > 1e-20)
-    r = (product - mean_x * mean_y)[usable] / np.sqrt(spread_x[usable] * spread_y[usable])
-    return np.asarray(_fisher(r))
+    return _of_moments(
+        *generator.multivariate_normal(mean, covariance, resamples, check_valid="ignore", method="eigh").T
+    )
 
 
 def _fisher(r: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Unpack
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
+from spiritlevel.binding.modules import twin_of
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError
@@ -33,7 +33,7 @@ def fold_batchnorm(model: nn.Module, *, data: Any = None, **reading: Unpack[Read
     (Identity(), ('eval',))
     """
     sample = Sample.of(model, data, form_of(reading))
-    new = copy.deepcopy(model)
+    new = twin_of(model)
     walk = follow_factors("fold_batchnorm", sample.problem(model), sample.inputs, {})
     modules = dict(new.named_modules())
     folded, left = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import numbers
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
 from spiritlevel.binding.devices import doubled
+from spiritlevel.binding.modules import twin_of
 from spiritlevel.binding.reading import Form, Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, unknown_name
@@ -52,7 +52,8 @@ class ScalingGroup:
 
 def _groups_walk(model: nn.Module, data: Any, form: Form) -> Walk:
     sample = Sample.of(model, data, form)
-    return follow_factors("scaling_groups", sample.problem(model), sample.inputs, {})
+    follow = lambda: follow_factors("scaling_groups", sample.problem(model), sample.inputs, {})  # noqa: E731
+    return sample.once("walk", model, follow)
 
 
 @checked
@@ -255,7 +256,7 @@ def _rescale(
     """The one place where factors are followed, checked and applied; the outputs must be scaled by `expected`."""
     checked = {name: _checked_factor(who, name, factor) for name, factor in factors.items()}
     walk = follow_factors(who, sample.problem(model), sample.inputs, checked)
-    new = copy.deepcopy(model)
+    new = twin_of(model)
     changes, scale = walk.changes(), walk.output.scale
     if walk.output.channels is not None and not is_one(walk.output.channels):
         raise InputError(

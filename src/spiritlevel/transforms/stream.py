@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.modules import twin_of
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.transforms.certificates import Transformed
@@ -69,7 +70,7 @@ def stream_rotations(watched: Watched, size: float) -> Family:
             "this network has no stream that is read only through RMS norms, by layers into which their gains fold",
             channels.obstacles("length") or channels.obstacles(),
         )
-    start = copy.deepcopy(folded.model)
+    start = twin_of(folded.model)
     take_state(start, folded.exact)
     return Family(folded, moves, start=start)
 
@@ -90,7 +91,7 @@ def _folded(watched: Watched) -> Watched:
     if not steps:
         return watched
     folded = copy.copy(watched)
-    folded.exact, folded.model = copy.deepcopy(watched.exact), copy.deepcopy(watched.model)
+    folded.exact, folded.model = twin_of(watched.exact), twin_of(watched.model)
     moved = LinearMap(channels.layout.shapes, steps)(dict(folded.exact.named_parameters()))
     with torch.no_grad():
         for name, parameter in folded.exact.named_parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from spiritlevel.arguments import checked
+from spiritlevel.binding.modules import twin_of
 from spiritlevel.binding.reading import Reading, form_of
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, counted
@@ -124,7 +124,7 @@ def split_units(
         possible = _possible(watched, splits, watched.sample)
     if not possible:
         raise watched.refused("no layer of this network can change its width, which its own code or its groups fix")
-    new = copy.deepcopy(watched.exact)
+    new = twin_of(watched.exact)
     _divide(new, possible)
     split = sum(int((~item.shares.isnan()).sum()) for item in possible)
     sizes = [sum(p.numel() for p in module.parameters()) for module in (watched.exact, new)]
@@ -244,7 +244,7 @@ def _possible(watched: Watched, splits: Iterable[_Split], sample: Sample) -> lis
 
 def _works(watched: Watched, splits: Iterable[_Split], sample: Sample) -> bool:
     """Whether the network runs, with the same output, if these layers have a different width."""
-    new = copy.deepcopy(watched.exact)
+    new = twin_of(watched.exact)
     _divide(new, splits)
     try:
         sample.certify(watched.who, watched.exact, new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spiritlevel.binding.batches import resized
-from spiritlevel.binding.modules import in_double, state_of, unwrapped
+from spiritlevel.binding.modules import in_double, state_of, twin_of, unwrapped
 from spiritlevel.binding.reading import Form
 from spiritlevel.binding.state import in_turn
 from spiritlevel.errors import InputError, checked_seed, counted
@@ -94,7 +93,7 @@ class Watched:
         """The model after θ → Tθ + shift, certified; T is all that gradient and Hessian need."""
         shapes = {name: tensor.shape for name, tensor in self.graph.state.items()}
         mapping = LinearMap(shapes, steps)
-        new = copy.deepcopy(self.exact)
+        new = twin_of(self.exact)
         state = dict([*new.named_parameters(), *new.named_buffers()])
         moved = mapping({name: tensor for name, tensor in state.items() if tensor.is_floating_point()})
         with torch.no_grad():
@@ -137,7 +136,7 @@ class Watched:
             )
         tolerance = _ROUNDED if self._computes_in_fewer_digits() else _EXACT
         self.sample.certify(self.who, self.original, new, keeps=keeps, tolerance=tolerance)
-        rounded = copy.deepcopy(self.model)
+        rounded = twin_of(self.model)
         take_state(rounded, new)
         if fit is not None:
             fit(rounded)
