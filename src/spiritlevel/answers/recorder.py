@@ -209,6 +209,7 @@ class Recorder:
             found[name] = column if name in ("id", "seen") else column.set(~known.get(name, seen), None)
         return pl.DataFrame(found)
 
+    @checked
     def to_csv(self, path: str | Path | None = None) -> str:
         """The rows of `frame` as CSV; with `path` also written there, atomically."""
         return as_csv(self.frame(), path)

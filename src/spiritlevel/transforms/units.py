@@ -33,6 +33,7 @@ _EXCHANGED = Passing(
 )
 _DOUBLED = Passing(functions="any", offsets=True, products=True, gains="tied")
 _TRIED = 2  # samples on which every layer is tried, before all of them together on all samples
+_FIXED = InputError, RuntimeError, ValueError, TypeError, IndexError  # what a network raises whose code fixes a width
 _NO_UNITS = "this network has no hidden units that only linear layers read"
 
 
@@ -118,15 +119,19 @@ def split_units(
             splits.append(_Split(shares, cuts))
     if not splits:
         raise watched.refused(_NO_UNITS, channels.obstacles())
-    few = watched.sample.first(_TRIED)
-    possible = _possible(watched, splits, few)
-    if few.count < watched.sample.count and not _works(watched, possible, watched.sample):
-        possible = _possible(watched, splits, watched.sample)
-    if not possible:
+    try:
+        return _result(watched, _possible(watched, splits, watched.sample.first(_TRIED)))
+    except _FIXED:
+        return _result(watched, _possible(watched, splits, watched.sample))
+
+
+def _result(watched: Watched, splits: list[_Split]) -> Transformed:
+    """The network with these splits, compared with what it was on all samples."""
+    if not splits:
         raise watched.refused("no layer of this network can change its width, which its own code or its groups fix")
     new = twin_of(watched.exact)
-    _divide(new, possible)
-    split = sum(int((~item.shares.isnan()).sum()) for item in possible)
+    _divide(new, splits)
+    split = sum(int((~item.shares.isnan()).sum()) for item in splits)
     sizes = [sum(p.numel() for p in module.parameters()) for module in (watched.exact, new)]
     notes = (f"{counted(split, 'unit')} became two; {sizes[0]:,} parameters became {sizes[1]:,}",)
     return watched.certified(new, notes=notes, fit=_fit)
@@ -248,6 +253,6 @@ def _works(watched: Watched, splits: Iterable[_Split], sample: Sample) -> bool:
     _divide(new, splits)
     try:
         sample.certify(watched.who, watched.exact, new)
-    except (InputError, RuntimeError, ValueError, TypeError, IndexError):  # its own code fixes the old width
+    except _FIXED:
         return False
     return True
