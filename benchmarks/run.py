@@ -56,12 +56,22 @@ PEERS = ("pyhessian", "backpack-for-pytorch", "curvlinops-for-pytorch", "hessian
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "threads": str(torch.get_num_threads())}
+    found["processor"] = f"{processor()} ({torch.backends.cpu.get_cpu_capability()})"
     for package in ("torch", "spiritlevel", *PEERS):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+def processor() -> str:
+    """The processor's name: ratios of convolutions to products of matrices differ from one to the next."""
+    described = Path("/proc/cpuinfo")  # only Linux has it
+    for line in described.read_text(encoding="utf-8").splitlines() if described.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def as_markdown(parts: dict[str, dict[str, Any]]) -> str:
