@@ -15,6 +15,7 @@ from conftest import Untouched
 from operation_calls import CALLS, CASES, draw
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import tree_leaves
 
 import spiritlevel as sl
@@ -195,6 +196,78 @@ def test_terms_of_networks_are_those_of_autograd(make: Callable[[], tuple[nn.Mod
     torch.testing.assert_close(firsts, torch.stack([each[1] for each in wanted]), rtol=1e-10, atol=1e-10)
     sums = torch.stack([each[2] for each in wanted]).unflatten(0, (2, 2)).sum(1)
     torch.testing.assert_close(seconds, sums, rtol=1e-10, atol=1e-10 * float(sums.abs().max()))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer and a head on all that it returns; with `packed`, on sequences of several lengths."""
+
+    def __init__(self, layer: nn.RNNBase, packed: bool = False) -> None:
+        super().__init__()
+        self.before, self.layer, self.head, self.packed = nn.Linear(3, 3), layer, nn.LazyLinear(3), packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        given: Any = self.before(x)
+        if self.packed:
+            lengths = 1 + (x[:, 0, :2] > 0).sum(1)
+            given = pack_padded_sequence(given, lengths, batch_first=True, enforce_sorted=False)
+        found, state = self.layer(given)
+        if self.packed:
+            found = pad_packed_sequence(found, batch_first=True, total_length=x.shape[1])[0]
+        states = [each.transpose(0, 1).flatten(1) for each in (state if isinstance(state, tuple) else [state])]
+        return self.head(torch.cat([found.flatten(1), *states], 1))
+
+
+class Cells(nn.Module):
+    """A cell called for every step."""
+
+    def __init__(self, cell: nn.RNNCellBase) -> None:
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: Any = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state[0] if isinstance(state, tuple) else state)
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: Recurrent(nn.LSTM(3, 4, batch_first=True)),
+    "gru": lambda: Recurrent(nn.GRU(3, 4, batch_first=True)),
+    "rnn": lambda: Recurrent(nn.RNN(3, 4, batch_first=True)),
+    "rnn, relu": lambda: Recurrent(nn.RNN(3, 4, batch_first=True, nonlinearity="relu")),
+    "lstm, two layers, both ways": lambda: Recurrent(nn.LSTM(3, 4, 2, batch_first=True, bidirectional=True)),
+    "gru, two layers, both ways": lambda: Recurrent(nn.GRU(3, 4, 2, batch_first=True, bidirectional=True)),
+    "lstm, projected": lambda: Recurrent(nn.LSTM(3, 4, batch_first=True, proj_size=2)),
+    "lstm, no biases": lambda: Recurrent(nn.LSTM(3, 4, batch_first=True, bias=False)),
+    "lstm, packed": lambda: Recurrent(nn.LSTM(3, 4, batch_first=True), packed=True),
+    "gru, packed, both ways": lambda: Recurrent(nn.GRU(3, 4, batch_first=True, bidirectional=True), packed=True),
+    "rnn, packed": lambda: Recurrent(nn.RNN(3, 4, batch_first=True), packed=True),
+    "lstm cell": lambda: Cells(nn.LSTMCell(3, 4)),
+    "lstm cell, no biases": lambda: Cells(nn.LSTMCell(3, 4, bias=False)),
+    "gru cell": lambda: Cells(nn.GRUCell(3, 4)),
+    "rnn cell": lambda: Cells(nn.RNNCell(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_terms_of_recurrent_networks_are_those_of_autograd(name: str) -> None:
+    """Written out where they are followed: they are one call, which writes into its own memory."""
+    torch.manual_seed(3)
+    model, x = RECURRENT[name](), torch.randn(4, 3, 3).double()
+    model.double()(x)  # the head learns its width
+    problem = Problem(model)
+    with problem.active():
+        directions = [probe(problem.params, 0, index) for index in range(4)]
+        outputs = problem.outputs(problem.params, x)
+        torch.testing.assert_close(taped(problem, x).outputs, outputs, rtol=1e-12, atol=1e-12)
+        firsts, seconds = terms(problem, directions, 2, x)
+        wanted = [along_reverse(problem, x, direction) for direction in directions]
+    torch.testing.assert_close(firsts, torch.stack([each[1] for each in wanted]), rtol=1e-10, atol=1e-10)
+    sums = torch.stack([each[2] for each in wanted]).unflatten(0, (2, 2)).sum(1)
+    torch.testing.assert_close(seconds, sums, rtol=1e-10, atol=1e-10 * float(sums.abs().max()))
+    found = sl.sample_traces(model, (x, torch.arange(4) % 3), method="hutchinson", probes=4)
+    assert not found.notes  # no word of one probe after the other
 
 
 # ---------------------------------------------------------------- traces

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from spiritlevel.binding.parameters import Params
 from spiritlevel.binding.problem import Problem, copies_of
-from spiritlevel.binding.rewrites import built_in_layer_norm
+from spiritlevel.binding.rewrites import followed_by_rules
 from spiritlevel.errors import first_line
 from spiritlevel.watching.operations import aten_name, dispatched
 from spiritlevel.watching.taylor_terms import NoRule, Step, Terms
@@ -161,7 +161,7 @@ def taped(problem: Problem, inputs: Any, moving: Params | None = None) -> Tape:
         moving, inputs = problem.params, copies_of(inputs)
     watch = _Watch(moving.values())
     try:
-        with torch.no_grad(), built_in_layer_norm(), watch:
+        with torch.no_grad(), followed_by_rules(), watch:
             outputs = functionalize(problem.outputs)(problem.params, inputs)
     except Exception as error:  # whatever stops the run, another method takes over and says what is wrong
         raise Untaught(f"the forward pass cannot be taped ({type(error).__name__}: {first_line(error)})") from error
