@@ -481,6 +481,8 @@ def test_the_preconditioned_hessian_is_that_of_dense_autodiff() -> None:
     model, optimizer, _ = prepared(lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.3))
     data = batch(torch.float64)
     found = sl.stability(optimizer, model, data, tol=1e-6, max_matvecs=400)
+    in_pieces = sl.stability(optimizer, model, data, tol=1e-6, max_matvecs=400, batch_size=2, memory="1GB")
+    assert in_pieces.curvature.value == pytest.approx(found.curvature.value, rel=1e-6)
     dense = sl.hessian(model, data).dense() + 0.3 * torch.eye(sl.hessian(model, data).size, dtype=torch.float64)
     group = optimizer.param_groups[0]
     divisors = [

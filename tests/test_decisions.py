@@ -175,6 +175,19 @@ def test_checkpoints_are_taken_one_after_the_other_and_need_no_classes() -> None
     assert any("predicted" in sentence for sentence in found.sentences())
 
 
+def test_checkpoints_are_measured_in_the_parameters_that_are_named() -> None:
+    """The changes move all of them, as in a comparison."""
+    nets = {name: MODELS[name] for name in ("step 20", "step 250")}
+    found = sl.rank(nets, TEST, measures=["trace"], under="int4", params="*.bias", batch_size=30, memory="1GB")
+    for name, net in nets.items():
+        row, wanted = found.row(name), sl.trace(net, TEST, params="*.bias")
+        assert row.measures["trace"].value == pytest.approx(wanted.value, rel=1e-5)
+        alone = sl.perturb(net, TEST, "int4", layers=False)
+        assert row.measured["int4"].value == pytest.approx(alone.measured.value, rel=1e-5)
+    assert "0.bias" in found.settings["parameters"]
+    assert "parameters" not in sl.rank(nets, TEST, measures=["trace"], under=()).settings
+
+
 def test_bad_checkpoints() -> None:
     data = torch.randn(40, 3), torch.zeros(40, dtype=torch.long)
     with pytest.raises(InputError, match="at least one checkpoint"):
@@ -392,6 +405,26 @@ def test_bits_by_what_each_layer_costs_alone() -> None:
         assert row.cost == pytest.approx(max(0.0, *rises), rel=1e-4, abs=1e-7)
     assert sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), samples=len(TEST[1])).bits == plan.bits
     assert sl.choose_bits(net, TEST, 3.2, samples=50).mean_bits <= 3.2
+    steps: list[tuple[str, int, int]] = []
+    options = {"batch_size": 30, "memory": "1GB", "progress": lambda *step: steps.append(step)}
+    assert sl.choose_bits(net, TEST, 3.2, choices=(2, 3, 4, 8), **options).bits == plan.bits
+    assert [done for _, done, total in steps if total == 5] == [0, 1, 2, 3, 4]
+
+
+def test_bits_of_the_layers_that_are_named() -> None:
+    """The others stay as they are: the size is that of those named."""
+    net = MODELS["step 250"]
+    plan = sl.choose_bits(net, TEST, 3.0, choices=(2, 3, 8), params="3.*")
+    assert list(plan.bits) == ["3.weight"]
+    assert plan.bits["3.weight"] == 3
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.get_parameter("3.weight").copy_(rounded(net.get_parameter("3.weight"), 3))
+    assert plan.losses[1].value == pytest.approx(float(losses(other).mean()), rel=1e-6)
+    with pytest.raises(InputError, match="rounds matrices and kernels, and params= names none"):
+        sl.choose_bits(net, TEST, 3.0, params="*.bias")
+    with pytest.raises(InputError, match="rounds matrices and kernels, and the model has none"):
+        sl.choose_bits(nn.LayerNorm(64), (torch.randn(20, 64), torch.zeros(20).long()), 3.0)
 
 
 def test_no_other_choice_of_bits_costs_less() -> None:

@@ -848,6 +848,47 @@ def test_inputs_that_are_not_finite_are_named(column: bool) -> None:
         problem.checked(outputs, inputs, targets, start=100)
 
 
+INFINITE: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "sample_traces": sl.sample_traces,
+    "probes": lambda model, data: sl.sample_traces(model, data, method="hutchinson"),
+    "trace": sl.trace,
+    "input_curvature": sl.input_curvature,
+    "perturb": lambda model, data: sl.perturb(model, data, "int8"),
+}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+@pytest.mark.parametrize("what", INFINITE)
+def test_an_infinite_input_is_named_where_only_derivatives_are_no_numbers(what: str, value: float) -> None:
+    """A sigmoid of infinity is a number, and 0 · ∞ is none: a trace was undefined, or derivatives called wrong."""
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    net = nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, 3))
+    INFINITE[what](net, (x, y))
+    x[7, 2] = value
+    with pytest.raises(InputError, match="the input of sample 7 is NaN or infinite; clean the data first"):
+        INFINITE[what](net, (x, y))
+
+
+def test_a_mask_may_be_infinite() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            weights = torch.softmax(self.score(x)[..., 0] + mask, dim=1)
+            return self.head((weights[..., None] * x).sum(1))
+
+    torch.manual_seed(0)
+    net, x, y = Masked(), torch.randn(6, 5, 4), torch.arange(6) % 3
+    mask = torch.zeros(6, 5)
+    mask[:, 3:] = -math.inf
+    found = sl.sample_traces(net, [((x, mask), y)], seed=1)
+    alike = sl.sample_traces(net, [((x[:, :3], mask[:, :3]), y)], seed=1)
+    assert torch.allclose(found.values, alike.values, rtol=1e-4)
+
+
 # ---------------------------------------------------------------- weights that the forward pass does not read by name
 
 

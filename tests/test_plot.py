@@ -657,6 +657,24 @@ def test_options_of_a_figure_that_contradict_are_refused(folder: Path, capsys: p
         assert "--band is drawn along a line, and this landscape is a plane" in capsys.readouterr().err
     assert cli.main(["plot", "spectrum", *on, "--batch", "0"]) == 2
     assert "--batch takes a number of samples, at least 1, got 0." in capsys.readouterr().err
+    assert cli.main(["plot", "spectrum", *on, "--batch", "5", "--batch-size", "5"]) == 2
+    assert "--batch says how large the mini-batches are that are measured" in capsys.readouterr().err
+
+
+def test_figures_of_the_parameters_that_are_named(folder: Path) -> None:
+    net, (x, y) = network().float(), DATA
+    on = ["net.py:make", "--data", "data.npz", "--params", "*.bias", "--batch-size", "16", "--memory", "1GB", "--json"]
+    for kind in ("layers", "density", "landscape", "audit", "traces"):
+        assert cli.main(["plot", kind, *on, f"{kind}.part", *(["--points", "3"] if kind == "landscape" else [])]) == 0
+    kept = {file.stem: json.loads(file.read_text(encoding="utf-8"))["result"] for file in folder.glob("*.part")}
+    assert set(kept["layers"]["layers"]) == {"0.bias", "2.bias"}
+    wanted = sl.trace(net, (x.float(), y), params="*.bias").value
+    assert kept["audit"]["rows"][0]["before"]["value"] > 0
+    (row,) = (row for row in kept["traces"]["rows"] if row["name"] == "trace")
+    assert row["value"]["value"] == pytest.approx(wanted, rel=1e-5)
+    op = sl.hessian(net, (x.float(), y), params="*.bias")
+    assert kept["density"]["size"] == op.size == 8
+    assert kept["landscape"]["settings"]["parameters"] == "8 of 43 parameters (0.bias, 2.bias)"
 
 
 def test_the_command_draws_kept_runs(folder: Path, report: Report, capsys: pytest.CaptureFixture[str]) -> None:
@@ -685,6 +703,7 @@ def test_options_of_other_figures_are_refused(folder: Path, capsys: pytest.Captu
         options |= {} if kind in ("landscape", "training") else {"--log": ""}
         options |= {} if kind == "spectrum" else {"--batch": "5"}
         options |= {} if kind == "audit" else {"--measures": "trace"}
+        options |= {"--params": "0.weight", "--memory": "1GB"} if kind in ("margins", "training") else {}
         for option, value in options.items():
             words = [kind, "net.py:make", "--data", "data.npz", option, *([value] if value else [])]
             assert cli.main(["plot", *words]) == 2, words
@@ -701,6 +720,7 @@ def test_options_of_a_measurement_are_refused_for_a_kept_run(
     for option, value in (
         ("--weights", "steps/step-2.safetensors"), ("--samples", "5"), ("--points", "5"), ("--loss", "exponential"),
         ("--batch-norm", "batch"), ("--seed", "3"), ("--dtype", "float64"), ("--along", "steps"),
+        ("--params", "*.bias"), ("--batch-size", "5"), ("--memory", "1GB"),
     ):  # fmt: skip
         assert cli.main(["plot", "landscape", "report.json", option, value]) == 2, option
         assert f"{option} belongs to a model, but a kept run already holds its numbers" in capsys.readouterr().err

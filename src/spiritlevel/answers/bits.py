@@ -13,9 +13,10 @@ from torch import nn
 
 from spiritlevel.answers.changes import Change, Moved, as_change, rounded
 from spiritlevel.answers.expanding import Way, rises_alone
-from spiritlevel.answers.perturbing import changed, moved, perturb_in
+from spiritlevel.answers.measuring import Progress, silent
+from spiritlevel.answers.perturbing import changed, floating_names, moved, perturb_in
 from spiritlevel.arguments import checked, number, one_of
-from spiritlevel.binding.parameters import Params
+from spiritlevel.binding.parameters import Params, select_parameters
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, whole_number
 from spiritlevel.measures import Setting
@@ -38,6 +39,11 @@ def choose_bits(
     loss: Any = "cross_entropy",
     test: Any = None,
     samples: int | None = None,
+    progress: Progress | None = None,
+    params: Any = None,
+    batch_norm: str = "eval",
+    batch_size: int | None = None,
+    memory: int | str | None = None,
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> BitPlan:
@@ -61,6 +67,11 @@ def choose_bits(
         loss: a name, a `torch.nn` loss or a callable.
         test: other samples on which the plan is compared with uniform bits; `data` unless given.
         samples: compute costs on a random subset of this many.
+        progress: called with (what, done, total) before every step.
+        params: names, prefixes or globs of the parameters whose matrices and kernels are rounded; by default all.
+        batch_norm: "eval" or "batch".
+        batch_size: samples to take at once; chosen automatically unless given.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         seed: of that subset and of probes.
         reading: how batches and outputs are read; see `Reading`.
 
@@ -81,13 +92,30 @@ def choose_bits(
         raise InputError("choices= is empty; name the numbers of bits that a layer may get, such as (2, 4, 8).")
     if bits < widths[0]:
         raise InputError(f"{bits:g} bits per weight are fewer than {widths[0]}, the least that a layer gets.")
-    names = [name for name, parameter in model.named_parameters() if parameter.is_floating_point()]
-    setting = Setting(model, data, loss=loss, params=names, seed=seed, **reading)
+    setting = Setting(
+        model,
+        data,
+        loss=loss,
+        params=floating_names(model) if params is None else select_parameters(model, params),
+        batch_norm=batch_norm,
+        batch_size=batch_size,
+        memory=memory,
+        seed=seed,
+        **reading,
+    )
     setting.check()
     changes = {width: as_change(f"int{width}{':channel' if channel else ''}") for width in widths}
-    matrices = changes[widths[0]].chosen(setting.problem.params, False)
+    matrices = {name: tensor for name, tensor in setting.problem.params.items() if tensor.ndim >= 2}
+    if not matrices:
+        owner = "the model has" if params is None else "params= names"
+        raise InputError(f"choose_bits rounds matrices and kernels, and {owner} none.")
     sizes = {name: tensor.numel() for name, tensor in matrices.items()}
-    found = {width: _alone(setting, change, by, samples) for width, change in changes.items()}
+    said = progress or silent
+    found = {}
+    for done, (width, change) in enumerate(changes.items()):
+        said(f"each layer rounded to {width} bits", done, len(changes) + 1)
+        found[width] = _alone(setting, change, by, samples)
+    said("the plan, and the same bits for all", len(changes), len(changes) + 1)
     alone = {name: {width: found[width].get(name, 0.0) for width in widths} for name in sizes}  # 0: it does not move
     costs = {name: at_least_of_more_bits(each) for name, each in alone.items()}
     chosen = cheapest(costs, sizes, widths, bits)

@@ -39,6 +39,7 @@ def rank(
     samples: int | None = None,
     apply: bool = True,
     progress: Progress | None = None,
+    params: Any = None,
     batch_norm: str = "eval",
     batch_size: int | None = None,
     memory: int | str | None = None,
@@ -63,6 +64,8 @@ def rank(
         samples: measure on a random subset of this many.
         apply: whether to make the changes as well as predict what they do.
         progress: called with (what, done, total) before every step.
+        params: names, prefixes or globs of the parameters to measure; by default all that require grad. Changes move
+            all of them whatever this names.
         batch_norm: "eval" or "batch".
         batch_size: samples to take at once; chosen automatically unless given.
         memory: bytes, or a string such as "2GB"; by default half of what is available.
@@ -96,6 +99,7 @@ def rank(
                     model,
                     data,
                     loss=loss,
+                    params=params,
                     batch_norm=batch_norm,
                     batch_size=batch_size,
                     memory=memory,
@@ -134,6 +138,7 @@ def _settings(setting: Setting, seed: int) -> dict[str, str]:
         "loss": setting.problem.loss.name,
         "batch norm": setting.batch_norm,
         "samples": f"{setting.count:,}",
+        **({"parameters": setting.chosen} if setting.chosen else {}),
         **({"data": "; ".join(setting.notes)} if setting.notes else {}),
     }
 

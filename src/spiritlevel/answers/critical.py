@@ -389,6 +389,8 @@ def stability(
     start: Stability | None = None,
     tol: float = 0.02,
     max_matvecs: int = 60,
+    batch_size: int | None = None,
+    memory: int | str | None = None,
     seed: int = 0,
     **reading: Unpack[Reading],
 ) -> Stability:
@@ -398,13 +400,12 @@ def stability(
     2(1+β)/η with momentum β, 2(1+β)/(η(1+2β)) with Nesterov's; for RMSprop and Adam it is that of D^(-1/2) H D^(-1/2),
     D = √v + ε held fixed, below 2(1+β)/η and 2(1+β₁)/((1−β₁)η), 38/η at β₁ = 0.9; Adam's D holds the corrections of
     both averages, (1−β₁ᵗ)(√(v/(1−β₂ᵗ)) + ε). Weight decay that enters the gradient is part of H; that of AdamW is left
-    out. Where learning rates differ, η is the largest and the others
-    scale their part of H.
+    out. Where learning rates differ, η is the largest and the others scale their part of H.
 
     With `start`, the last result, a few products suffice, but no larger eigenvalue is excluded: the curvature is then a
     lower bound, which can show that steps are unstable but not that they are stable.
 
-    `reading`: how batches and outputs are read; see `Reading`.
+    `batch_size` and `memory`: as in `hessian`. `reading`: how batches and outputs are read; see `Reading`.
 
     Cost: 8 to 20 products with H (2 to 6 with `start`), each about two gradients of `data`. References: Cohen et al.
     2021, arXiv:2103.00065, and 2022, arXiv:2207.14484; mathematics 9.1 and 9.5.
@@ -428,7 +429,7 @@ def stability(
             f"the learning rate of {name} is {rate:g}, as at the start of a warm-up, so its steps have no limit of "
             "stability; call this when it is positive."
         )
-    op = hessian(model, data, loss=loss, batch_norm=batch_norm, **reading)
+    op = hessian(model, data, loss=loss, batch_norm=batch_norm, batch_size=batch_size, memory=memory, **reading)
     own = dict(state_of(unwrapped(model)))
     roots, decays = [], []
     for name in op.names:

@@ -127,7 +127,7 @@ def perturb(
         model,
         data,
         loss=loss,
-        params=select_parameters(model, params) if named else _floating(model),
+        params=select_parameters(model, params) if named else floating_names(model),
         batch_norm=batch_norm,
         batch_size=batch_size,
         memory=memory,
@@ -147,7 +147,7 @@ def perturb(
     )
 
 
-def _floating(model: nn.Module) -> list[str]:
+def floating_names(model: nn.Module) -> list[str]:
     found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point()]
     if not found:
         raise InputError(f"the model {type(model).__name__} has no floating-point parameters to change.")
@@ -193,7 +193,7 @@ def moved(change: Change, setting: Setting, named: bool, index: int = 0) -> Move
 
 def floating(setting: Setting) -> Setting:
     """The same model and data, with all floating-point parameters as those that a change may move."""
-    names = _floating(setting.model)
+    names = floating_names(setting.model)
     return setting if names == list(setting.problem.params) else setting.moved(setting.model, params=names)
 
 

@@ -414,10 +414,7 @@ class Problem:
         _check_shift(self.model, self.loss.name, inputs, targets)
         values = _values(outputs)
         if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-            for leaf in tree_leaves(inputs):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
-                    where = start + _first_not_finite(leaf)
-                    raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
+            refuse_infinite(inputs, start)
             masked = bool((values == -math.inf).any() & ~values.isnan().any() & (values != math.inf).all())
             way_out = (
                 "check the weights, or, if it masks classes, have it write −1e9" if masked else "check the weights"
@@ -495,6 +492,17 @@ def _leaves_of(result: Tensor) -> list[Tensor]:
 def _values(outputs: Tensor | Head) -> Tensor:
     """The outputs without a graph; where they are not multiplied out, the largest in every row."""
     return outputs.detach() if isinstance(outputs, Tensor) else outputs.detach().largest()
+
+
+def refuse_infinite(inputs: Any, start: int = 0) -> None:
+    """Raise `InputError` for the first sample whose input is NaN or infinite, once something has come out like that.
+
+    Not before: a mask may hold −∞, and a network may clamp what it reads.
+    """
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool(torch.isfinite(leaf).all()):
+            where = start + _first_not_finite(leaf)
+            raise InputError(f"the input of sample {where} is NaN or infinite; clean the data first.")
 
 
 def _first_not_finite(tensor: Tensor) -> int:

@@ -9,12 +9,12 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, tell_notes
-from spiritlevel.cli.measure import OnParameters
+from spiritlevel.cli.measure import OnData
 from spiritlevel.cli.parsing import listed, optional
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(OnParameters):
+class Audit(OnData):
     """Measure a model before and after transforms that keep its function, and show which numbers stay.
 
     For example: spiritlevel audit net.py:make --weights net.safetensors --data train.npz --samples 500

@@ -10,13 +10,13 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from spiritlevel.cli.base import Outcome, ProgressBar, check_folder, tell, tell_notes
-from spiritlevel.cli.measure import OnParameters, shown_in_any_case, write_run
+from spiritlevel.cli.measure import OnData, shown_in_any_case, write_run
 from spiritlevel.cli.parsing import optional
 from spiritlevel.errors import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(OnParameters):
+class Compare(OnData):
     """Compare two models on the same samples: which to trust, why, and which differences say nothing.
 
     For example: spiritlevel compare net.py:small net.py:large --weights small.pt large.pt --data test.npz

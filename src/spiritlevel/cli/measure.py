@@ -66,6 +66,10 @@ class RunOnData(Seeded):
     """cpu, or an accelerator as PyTorch names it (cuda, cuda:1, xpu, mps); by default where the model is."""
     dtype: Annotated[str | None, optional("float32|float64")] = None
     """Convert the model to this number format first."""
+    batch_size: Annotated[int | None, optional("N")] = None
+    """How many samples to pass at once; by default as many as suit the network and the memory."""
+    memory: Annotated[str | None, optional("SIZE")] = None
+    """How much memory to use, such as 2GB; by default half of what is free."""
 
     def reading(self, samples: Samples) -> Reading:
         """How batches of these samples and the outputs of the model are read."""
@@ -92,6 +96,14 @@ class OnData(RunOnData):
 
     measures: Annotated[str | None, optional("NAME,NAME,...")] = None
     """Only these measures, or all; about a dozen by default."""
+    params: Annotated[str | None, optional("NAME,NAME,...")] = None
+    """Only these parameters: names, prefixes, or patterns such as '*.bias'; by default all that are trained."""
+
+    @property
+    def means(self) -> Means:
+        """Which parameters and in what pieces, as the functions take them."""
+        params = None if self.params is None else listed(self.params)
+        return {"params": params, "batch_size": self.batch_size, "memory": self.memory}
 
     @property
     def names(self) -> str | list[str] | None:
@@ -111,7 +123,7 @@ class OnData(RunOnData):
 
 
 class Means(TypedDict):
-    """The keywords of `measure`, `audit` and `compare` for which parameters, and in what pieces."""
+    """The keywords of the functions for which parameters, and in what pieces."""
 
     params: list[str] | None
     batch_size: int | None
@@ -119,25 +131,7 @@ class Means(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnParameters(OnData):
-    """What the commands share that measure chosen parameters, within a budget of memory."""
-
-    params: Annotated[str | None, optional("NAME,NAME,...")] = None
-    """Only these parameters: names, prefixes, or patterns such as '*.bias'; by default all that are trained."""
-    batch_size: Annotated[int | None, optional("N")] = None
-    """How many samples to pass at once; by default as many as suit the network and the memory."""
-    memory: Annotated[str | None, optional("SIZE")] = None
-    """How much memory to use, such as 2GB; by default half of what is free."""
-
-    @property
-    def means(self) -> Means:
-        """As the functions take them."""
-        params = None if self.params is None else listed(self.params)
-        return {"params": params, "batch_size": self.batch_size, "memory": self.memory}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measure(OnParameters):
+class Measure(OnData):
     """Measure a model of your own: how flat, how wide its margins, how sure that is, how much is only parametrisation.
 
     For example: spiritlevel measure net.py:make --weights net.safetensors --data train.npz --test test.npz

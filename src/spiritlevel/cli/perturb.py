@@ -76,6 +76,8 @@ class Perturb(RunOnData):
                 layers=not self.no_layers,
                 params=None if self.params is None else listed(self.params),
                 batch_norm=self.batch_norm,
+                batch_size=self.batch_size,
+                memory=self.memory,
                 classes=samples.classes,
                 name=self.model if self.weights is None else f"{self.model} ({self.weights.name})",
                 progress=progress,

@@ -138,7 +138,7 @@ class Plot(OnData):
         """Refuse the options of other figures, and those that contradict each other."""
         for name, kinds in _FIGURES.items():
             if self._given(name) and self.kind not in kinds:
-                raise InputError(f"--{name} belongs to {' and '.join(kinds)}, not to {self.kind}; leave it out.")
+                raise InputError(f"{option(name)} belongs to {_and(kinds)}, not to {self.kind}; leave it out.")
         if self.beside is not None and self.kind in ("audit", "layers"):
             raise InputError(f"--beside puts two on one scale, and {self.kind} draws one at a time; leave it out.")
         ways = [f"--{name}" for name in ("directions", "to", "along") if self._given(name)]
@@ -148,6 +148,8 @@ class Plot(OnData):
             )
         if self.to is not None and self.dimensions not in (None, 1):
             raise InputError("--to draws a line, so it does not go with --dimensions 2; leave one of them out.")
+        if self.batch is not None and self.batch_size is not None:
+            raise InputError("--batch says how large the mini-batches are that are measured; leave --batch-size out.")
         if self.band is not None and (self.dimensions or (1 if self.along is None else 2)) == 2:
             raise InputError(_NO_BAND)
 
@@ -163,9 +165,8 @@ class Plot(OnData):
         measuring = [field.name for field in dataclasses.fields(OnData) if field.name not in ("json", "debug")]
         for name in (*measuring, *_MEASURING):
             if self._given(name):
-                option = f"--{name.replace('_', '-')}"
                 raise InputError(
-                    f"{option} belongs to a model, but a kept run already holds its numbers; leave it out."
+                    f"{option(name)} belongs to a model, but a kept run already holds its numbers; leave it out."
                 )
         found: dict[str, Result] = {}
         for place in filter(None, (self.source, self.beside)):
@@ -231,7 +232,8 @@ class Plot(OnData):
         from spiritlevel.samples.margins import margins
         from spiritlevel.samples.traces import sample_traces
 
-        shared: dict[str, Any] = {"loss": load_loss(self.loss), "batch_norm": self.batch_norm, **reading}
+        means = {name: value for name, value in self.means.items() if value is not None}
+        shared: dict[str, Any] = {"loss": load_loss(self.loss), "batch_norm": self.batch_norm, **means, **reading}
         if self.kind == "landscape":
             where: dict[str, Any] = {"directions": self.directions or "eigenvectors"}
             if self.to is not None:
@@ -242,7 +244,8 @@ class Plot(OnData):
             return landscape(model, data, **where, **size, keep=keep, progress=progress, seed=self.seed, **shared)
         progress(self.kind, 0, 0)
         if self.kind == "spectrum" and self.batch is not None:
-            return batch_eigenvalues(model, data, batch_size=self.batch, progress=progress, seed=self.seed, **shared)
+            shared["batch_size"] = self.batch
+            return batch_eigenvalues(model, data, progress=progress, seed=self.seed, **shared)
         if self.kind in ("spectrum", "density"):
             return spectral_density(hessian(model, data, **shared), seed=self.seed)
         if self.kind == "margins":
@@ -261,10 +264,20 @@ _FIGURES = {  # options that belong to some figures only
     "log": ("landscape", "training"),
     "batch": ("spectrum",),
     "measures": ("audit",),
+    **dict.fromkeys(("params", "memory"), ("landscape", "spectrum", "density", "traces", "layers", "audit")),
 }
 _MEASURING = ("weights", "directions", "to", "along", "dimensions", "points", "radius", "batch")  # of a model
 _NO_BAND = "--band is drawn along a line, and this landscape is a plane; leave it out, or ask for --dimensions 1."
 _HINT = "or, in place of the model, name a folder that `spiritlevel measure` wrote."
+
+
+def _and(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def option(name: str) -> str:
+    """As it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _is_run(source: str) -> bool:

@@ -65,6 +65,7 @@ class Rank(OnData):
                 batch_norm=self.batch_norm,
                 progress=lambda what, done, _: progress(what, done, total),
                 seed=self.seed,
+                **self.means,
                 **self.reading(samples),
             )
             sources = {"model": self.model, "data": samples.name}

@@ -188,7 +188,8 @@ def _checked(product: Tensor, v: Tensor, space: Space) -> Tensor:
     largest = torch.linalg.vector_norm(product, ord=math.inf) if product.numel() else torch.zeros(())
     if not math.isfinite(space.sum(largest)):  # the quickest way to check every number
         raise InputError(
-            "a product with the operator holds NaN or infinity; check the model's outputs and loss, or use float64."
+            "a product with the operator holds NaN or infinity; check the data, the model's outputs and the loss, or "
+            "use float64."
         )
     return product
 

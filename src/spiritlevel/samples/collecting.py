@@ -16,6 +16,7 @@ from spiritlevel.binding.context import Context
 from spiritlevel.binding.cores import side_by_side
 from spiritlevel.binding.coupling import same_outputs
 from spiritlevel.binding.losses import Factor
+from spiritlevel.binding.problem import refuse_infinite
 from spiritlevel.errors import InputError, NotExactError
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.choosing import Plan, splitting_pays
@@ -51,7 +52,7 @@ def _at_once(values: _Values) -> Callable[[], _Values]:
 
 
 def _weighted_norms(
-    recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], start: int
+    recording: Recording, factors: Iterator[Factor], count: int, names: Sequence[str], inputs: Any, start: int
 ) -> tuple[_Values, Tensor]:
     """Σ_j d_j ‖v_jᵀJ‖² of a batch by parameter, over `count` factors (d, v); and all that the last of them adds."""
     samples, dtype = len(recording.outputs), recording.outputs.dtype
@@ -73,6 +74,7 @@ def _weighted_norms(
     totals = dict(zip(totals, found_totals, strict=True))
     for name, total in totals.items():
         if not bool(torch.isfinite(total).all()):
+            refuse_infinite(inputs, start)
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
             raise InputError(
                 f"the gradient of the outputs with respect to {name} is beyond {str(dtype).removeprefix('torch.')} "
@@ -126,11 +128,14 @@ class Collector:
         pieces: list[tuple[int, Tensor]] = []
 
         def begin_batch(batch: tuple[int, Any, Tensor]) -> Callable[[], tuple[int, Tensor]]:
-            values, (start, _, targets) = begin(*batch), batch
+            values, (start, inputs, targets) = begin(*batch), batch
 
             def stacked() -> tuple[int, Tensor]:
                 found, nothing = values(), torch.zeros(len(targets), *width, dtype=torch.float64)
-                return start, torch.stack([found.get(name, nothing).cpu() for name in names], 1)
+                piece = torch.stack([found.get(name, nothing).cpu() for name in names], 1)
+                if not bool(torch.isfinite(piece).all()):
+                    refuse_infinite(inputs, start)
+                return start, piece
 
             return stacked
 
@@ -200,7 +205,7 @@ class Collector:
                 count = max(count, rank)
 
             def values() -> _Values:
-                totals, last = _weighted_norms(recording, factors, exact + 1, [*problem.params], start)
+                totals, last = _weighted_norms(recording, factors, exact + 1, [*problem.params], inputs, start)
                 return {**totals, _ERROR: last * math.sqrt(variance / (1 + variance))}
 
             return _at_once(values()) if recording.calls_model else values

@@ -17,10 +17,9 @@ from spiritlevel.binding.context import Context
 from spiritlevel.binding.coupling import check_independence
 from spiritlevel.binding.graphs import Rows
 from spiritlevel.binding.parameters import REAL, Params, in_precision
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import Problem, refuse_infinite
 from spiritlevel.binding.reading import Reading
 from spiritlevel.errors import InputError, NotExactError, first_line, unknown_name, whole_number
-from spiritlevel.memory import parse_memory
 from spiritlevel.results import SampleTraces, standard_error
 from spiritlevel.samples.collapsing import Prober
 from spiritlevel.samples.collecting import DEFAULT_PROBES
@@ -41,6 +40,7 @@ def input_curvature(
     method: str = "auto",
     probes: int | None = None,
     batch_size: int | None = None,
+    memory: int | str | None = None,
     group: Any = None,
     seed: int = 0,
     **reading: Unpack[Reading],
@@ -61,6 +61,7 @@ def input_curvature(
         method: "auto", "exact" (raises `NotExactError` where there is no exact method) or "hutchinson".
         probes: Random probes for what is estimated, 64 by default. All samples share them.
         batch_size: Samples in a batch; changes nothing but speed and memory.
+        memory: bytes, or a string such as "2GB"; by default half of what is available.
         group: A `torch.distributed` group: every rank passes the same arguments, takes its share of the batches, and
             returns the whole result. `None` never communicates.
         seed: Seed of the probes; the global random states stay untouched.
@@ -80,7 +81,15 @@ def input_curvature(
     count = DEFAULT_PROBES if probes is None else whole_number(probes, "probes", 2)
     everything = REAL if isinstance(model, nn.Module) and next(model.parameters(), None) is not None else None
     context = Context(
-        model, data, loss=loss, params=everything, batch_size=batch_size, group=group, seed=seed, **reading
+        model,
+        data,
+        loss=loss,
+        params=everything,
+        batch_size=batch_size,
+        memory=memory,
+        group=group,
+        seed=seed,
+        **reading,
     )
     problem, ranks = context.problem, context.ranks
     with problem.active():
@@ -200,7 +209,7 @@ class _Look:
 
     def __init__(self, problem: Problem, batches: Batches, ranks: Any, context: Context) -> None:
         self.problem, self.batches, self.ranks, self.seed = problem, batches, ranks, context.seed
-        self.notes = context.notes
+        self.notes, self.memory = context.notes, context.budget()
 
     def largest(self) -> int:
         """How many numbers the inputs of a sample hold at most: later batches may have longer sequences."""
@@ -274,6 +283,7 @@ class _Look:
             for gradient in gradients:
                 total += (weight * gradient.double().reshape(len(targets), -1).square().sum(1)).cpu()
         if not bool(torch.isfinite(total).all()):
+            refuse_infinite(shadow.whole, start)
             sample = start + int((~torch.isfinite(total)).nonzero()[0])
             raise InputError(f"the gradient of the outputs with respect to input {sample} is NaN or infinite.")
         return total, passes
@@ -296,15 +306,19 @@ class _Look:
         with self.ranks.together():
             inputs, targets = self.problem.place(*self.batches.first(8))
             few: Any = _InInputs(self.problem, inputs)
-            prober = Prober(
-                few, None, len(targets), seed=self.seed, memory=parse_memory(None, self.problem.device), cut=_cut
-            )
+            try:
+                prober = Prober(few, None, len(targets), seed=self.seed, memory=self.memory, cut=_cut)
+            except InputError:
+                refuse_infinite(inputs)
+                raise
         prober.collapses = bool(self.ranks.least(int(prober.collapses)))
         members = prober.members(count) if grouped else 1
         with self.ranks.together():
             for start, shadow, targets in self._each():
                 some: Any = shadow
                 table = prober.forms(some, None, targets, direction, range(count), members=members, start=start)
+                if not bool(torch.isfinite(table).all()):
+                    refuse_infinite(shadow.whole, start)
                 pieces.append((start, table.sum(2)))
         return pieces, prober
 

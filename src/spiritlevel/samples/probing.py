@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad
 
 from spiritlevel.binding.parameters import Params, along, as_leaves, nearby
-from spiritlevel.binding.problem import Problem
+from spiritlevel.binding.problem import Problem, refuse_infinite
 from spiritlevel.errors import InputError, first_line
 
 
@@ -154,6 +154,7 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
                 changes.append(abs(dot(u, near) - dot(u, product)) + abs(dot(v, near_other) - dot(v, other)))
             symmetric = difference <= 10 * median(changes)
     if not symmetric:
+        refuse_infinite(inputs)
         raise InputError(
             "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: is a part "
             "of its forward under torch.no_grad() (then freeze its parameters with requires_grad_(False)), or is "
