@@ -30,7 +30,7 @@ from spiritlevel.papers import networks as models
 from spiritlevel.samples import traces
 from spiritlevel.samples.probing import along_forward, along_reverse, probe
 from spiritlevel.samples.traces import sample_traces, trace
-from spiritlevel.watching import convolution_norms, norm_rules
+from spiritlevel.watching import convolution_norms, norm_rules, taps
 
 # ---------------------------------------------------------------- exact
 
@@ -364,6 +364,25 @@ def test_pyhessian_rule_sample_by_sample() -> None:
 
 
 # ---------------------------------------------------------------- what must not matter
+
+
+def test_a_first_convolution_is_recorded_together_with_its_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looks at the promise of an output in between makes it real, and a recording takes half as long again."""
+    recorders: list[taps.Recorder] = []
+    before = taps.Recorder.__init__
+
+    def noted(self: taps.Recorder, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        recorders.append(self)
+
+    monkeypatch.setattr(taps.Recorder, "__init__", noted)
+    torch.manual_seed(0)
+    net, x = sl.models.lenet5(), torch.randn(8, 1, 28, 28)
+    sl.sample_traces(net, (x, torch.arange(8)))
+    assert len(recorders) >= 3  # as it is, with promises, and the data
+    assert not any(each.spoiled for each in recorders)
+    assert recorders[-1].pooled == {"0.weight"}
+    assert recorders[-1].made == {"0.weight": None}
 
 
 @pytest.mark.parametrize("name", ["residual", "pooled", "tanh", "tied"])

@@ -233,6 +233,8 @@ def _max_pool2d(
     On a CPU the built-in kernel takes some ten times as long, longer than a small convolution, because it also keeps
     where the maxima were. The values are the same; at ties the derivatives would not be, so those are left to it.
     """
+    if _watched():
+        return None
     cell = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
     steps = (stride, stride) if isinstance(stride, int) else tuple(stride or cell)
     plain = padding in (0, (0, 0)) and dilation in (1, (1, 1)) and not ceil_mode and not return_indices
@@ -246,12 +248,17 @@ def _max_pool2d(
     return reduce(torch.maximum, [input[..., column :: cell[1]] for column in range(cell[1])]).contiguous()
 
 
+def _watched() -> bool:
+    """Whether derivatives are taken or operations watched. Whoever watches also sees what is asked of a tensor."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or depth() is not None or forward_ad._current_level >= 0
+
+
 def _values_alone(input: Tensor) -> bool:
-    """Whether this is a plain CPU tensor in the usual order, whose derivatives nobody asks for or watches."""
+    """Whether this is a plain CPU tensor in the usual order, whose derivatives nobody asks for."""
     wanted = torch.is_grad_enabled() and input.requires_grad
     usual = type(input) is Tensor and input.device.type == "cpu" and input.is_contiguous() and input.is_floating_point()
-    watched = depth() is not None or forward_ad._current_level >= 0 or torch._C._len_torch_function_stack() > 0
-    return usual and not wanted and not watched and torch._C._len_torch_dispatch_stack() == 0
+    return usual and not wanted
 
 
 def _max_unpool(dims: int) -> Callable[..., Tensor]:
