@@ -184,7 +184,7 @@ def test_checkpoints_are_measured_in_the_parameters_that_are_named() -> None:
         assert row.measures["trace"].value == pytest.approx(wanted.value, rel=1e-5)
         alone = sl.perturb(net, TEST, "int4", layers=False)
         assert row.measured["int4"].value == pytest.approx(alone.measured.value, rel=1e-5)
-    assert "0.bias" in found.settings["parameters"]
+    assert "(1.bias, 3.bias)" in found.settings["parameters"]
     assert "parameters" not in sl.rank(nets, TEST, measures=["trace"], under=()).settings
 
 

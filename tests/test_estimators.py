@@ -830,7 +830,9 @@ def test_products_with_nan_are_refused(estimate, size):
         return torch.full_like(block, math.nan)
 
     for op in (Operator(broken, size), aslinearoperator_of(broken, size)):
-        with pytest.raises(InputError, match=r"holds NaN or infinity; check the model's outputs and loss"):
+        with pytest.raises(
+            InputError, match=r"holds NaN or infinity; check the data, the model's outputs and the loss"
+        ):
             estimate(op)
 
 

@@ -164,6 +164,7 @@ def landscape_in(
         inside = (there.steps[0] >= 0) & (there.steps[0] <= 1)
         path, t = losses[inside], there.steps[0][inside]
         barrier = float((path - (1 - t) * path[0] - t * path[-1]).max())
+    only = (f"the directions are in {context.chosen}",) if context.chosen else ()
     found = Landscape(
         directions=there.labels,
         steps=there.steps,
@@ -181,7 +182,7 @@ def landscape_in(
         spread=None if context.coupling else sums.spread(context.count, shape),
         track=there.track,
         explained=there.explained,
-        notes=(*there.notes, *context.notes),
+        notes=(*there.notes, *only, *context.notes),
     )
     if keeper is not None:
         keeper.finish(found)
