@@ -17,6 +17,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from spiritlevel.binding.blas import one_thread_each
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -70,12 +72,14 @@ def side_by_side(
     jobs.extend(itertools.islice(begun, 1))
     second = list(itertools.islice(begun, 1 if count > 1 else 0))
     if not second:  # all cores for one
-        settle(0)
-        for job in begun:
-            jobs.append(job)
+        with one_thread_each() if torch.get_num_threads() == 1 else contextlib.nullcontext():
             settle(0)
+            for job in begun:
+                jobs.append(job)
+                settle(0)
         return
-    with threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
+    alone = one_thread_each() if share == 1 else contextlib.nullcontext()
+    with alone, threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
         try:
             for job in itertools.chain(second, begun):
                 jobs.append(job)

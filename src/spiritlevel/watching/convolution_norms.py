@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spiritlevel.binding.blas import bmm, mm
 from spiritlevel.watching import tiles
 from spiritlevel.watching.norm_rules import GRAM_COST, Names, Rule, ScaleAndShift, Stacking, gram_of, squared
 from spiritlevel.watching.tiles import Kernels, Tiles
@@ -94,7 +95,7 @@ def transposed_convolution(
                 padded = padded.narrow(2 + d, 0, (sizes[d] - 1) * stride[d] + dilation[d] * (kernel[d] - 1) + 1)
             patches = _patches(padded, kernel, stride, dilation, groups)
             rows = input.reshape(count * groups, -1, patches.shape[2])
-            yield name, squared(torch.bmm(rows, patches.mT).view(count, -1))
+            yield name, squared(bmm(rows, patches.mT).view(count, -1))
         if bias_name:
             yield bias_name, squared(delta.flatten(2).sum(2))
 
@@ -286,7 +287,7 @@ class ConvolutionRule(Stacking):
                 stacked = torch.cat([row.mT for row in rows], 2).mT
             else:
                 stacked = rows[0] if depth == 1 else torch.cat(rows, 1)
-            gradients = torch.bmm(stacked, patches.mT).view(count, groups, depth, -1)
+            gradients = bmm(stacked, patches.mT).view(count, groups, depth, -1)
             yield self.name, squared(gradients, 3).sum(1)
         yield from self.bias_norms(deltas)
 
@@ -302,7 +303,7 @@ def _through(factor: Tensor, rows: list[Tensor]) -> Tensor:
     for row, product in zip(rows, products, strict=True):
         for start in range(0, size, width):
             block = slice(start, start + width)
-            torch.bmm(factor[:, start:, block].mT, row.mT[:, start:], out=product[:, block])
+            bmm(factor[:, start:, block].mT, row.mT[:, start:], out=product[:, block])
     return squared(products, 3).sum(2).T  # sums in float64 of short ones in float32
 
 
@@ -362,8 +363,8 @@ class PooledConvolution(Stacking):
             some = slice(start, start + chunk)
             rows = torch.stack([delta[some].flatten(2) for delta in deltas], 1)  # (n, passes, channels, cells)
             spread = rows[:, :, :, None] * self.chosen[some, None]
-            products = torch.bmm(spread.flatten(1, 3), self.windows[some])
-            gradients = products.view(-1, self.at_place.shape[1]) @ self.at_place.T
+            products = bmm(spread.flatten(1, 3), self.windows[some])
+            gradients = mm(products.view(-1, self.at_place.shape[1]), self.at_place.T)
             weights.append(squared(gradients.view(len(rows), depth, -1), 2))
             biases.append(squared(rows.sum(3), 2))
         yield self.name, torch.cat(weights)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from spiritlevel.binding.blas import bmm
 from spiritlevel.watching.pullbacks import channels_last
 
 Norms = dict[str, Tensor]
@@ -48,7 +49,7 @@ def squared(tensor: Tensor, dim: int = 1) -> Tensor:
 def gram_of(rows: Tensor) -> Tensor:
     """All products of the rows of every sample, in float64: they are squares, most of which may cancel later."""
     rows = rows.double()
-    return torch.bmm(rows, rows.mT)
+    return bmm(rows, rows.mT)
 
 
 GRAM_COST = 2  # a product in float64 costs twice that in float32
@@ -79,7 +80,7 @@ def _product_rule(weight: str | None, bias: str | None, inputs: Tensor, passes: 
                     gram.append(gram_of(inputs))
                 yield weight, (gram_of(delta) * gram[0]).flatten(1).sum(1)
             else:
-                yield weight, squared(torch.bmm(delta.mT, inputs))
+                yield weight, squared(bmm(delta.mT, inputs))
         if bias:
             yield bias, squared(delta.sum(1))
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from spiritlevel.binding.blas import bmm, mm
 from spiritlevel.watching.norm_rules import squared
 
 SIDE = 4  # of a tile
@@ -121,7 +122,7 @@ class Tiles:
         known = self.kernels.values.get(self.name)
         if known is None:
             turned = torch.kron(KERNELS, KERNELS).flip(1)  # by half a turn, as the kernel is on the way back
-            known = torch.mm(turned, self.weight.reshape(-1, 9).mT).view(_POINTS, *self.weight.shape[:2])
+            known = mm(turned, self.weight.reshape(-1, 9).mT).view(_POINTS, *self.weight.shape[:2])
             self.kernels.values[self.name] = known
         return known
 
@@ -155,14 +156,14 @@ class Tiles:
             values = room.along_both(WINDOWS, windows, 1)
             if found is not None:
                 shape = _POINTS, n * tiles * k, found.shape[-1]
-                products = torch.bmm(values.view(_POINTS, -1, channels), self.kernel, out=room(0, *shape))
+                products = bmm(values.view(_POINTS, -1, channels), self.kernel, out=room(0, *shape))
                 places = room.along_both(PLACES, products, 2)
                 target = found[some, samples].view(k, n, down, SIDE, across, SIDE, -1)
                 target.permute(3, 5, 1, 2, 4, 0, 6).copy_(places.view(SIDE, SIDE, n, down, across, k, -1))
             if table is not None:
                 inputs = self._inputs(samples) if not some.start else inputs
                 deltas = values.view(_POINTS * n, tiles, k * channels)
-                pairs = torch.bmm(deltas.mT, inputs, out=room(0, _POINTS * n, k * channels, inputs.shape[2]))
+                pairs = bmm(deltas.mT, inputs, out=room(0, _POINTS * n, k * channels, inputs.shape[2]))
                 gradients = room.along_both(GRADIENTS, pairs, 2)
                 table[samples, some] = squared(gradients.view(9, n * k, -1), 2).sum(0).view(n, k)
         found = None if found is None else found.permute(0, 1, 4, 2, 3)
@@ -203,7 +204,7 @@ class Tiles:
         part = self.input[samples]
         n, channels, height, width = part.shape
         tiles = part.reshape(n, channels, height // SIDE, SIDE, width // SIDE, SIDE).permute(3, 5, 0, 1, 2, 4)
-        values = torch.mm(torch.kron(INPUTS, INPUTS), tiles.reshape(SIDE**2, -1))
+        values = mm(torch.kron(INPUTS, INPUTS), tiles.reshape(SIDE**2, -1))
         return values.view(_POINTS * n, channels, -1).mT
 
 
@@ -223,10 +224,10 @@ class _Room:
     def along_both(self, matrix: Tensor, values: Tensor, place: int) -> Tensor:
         """M along the first axis and along the second of (36, …), in a third of the work of M ⊗ M."""
         rows, columns = matrix.shape
-        first = torch.mm(matrix, values.view(columns, -1), out=self(3, rows, values.numel() // columns))
+        first = mm(matrix, values.view(columns, -1), out=self(3, rows, values.numel() // columns))
         first = first.view(rows, columns, -1)
         found = self(place, rows, rows, first.shape[2])
-        return torch.bmm(matrix.expand(rows, rows, columns), first, out=found).view(rows**2, -1)
+        return bmm(matrix.expand(rows, rows, columns), first, out=found).view(rows**2, -1)
 
     def windows(self, rows: Tensor) -> Tensor:
         """Every 6×6 window around a tile, with zeros beyond the margin: (36, N · tiles · passes · channels)."""

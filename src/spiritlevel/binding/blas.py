@@ -1,0 +1,113 @@
+"""Products of matrices by the library that multiplies faster on this processor.
+
+PyTorch leaves them to MKL, which keeps to AVX2 on processors that are not Intel's. NumPy comes with OpenBLAS, which
+takes AVX-512 where it is there: twice as fast, and a tenth faster without it. Only on one thread: the two libraries
+have threads of their own, which would wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spiritlevel.binding.parameters import depth
+
+__all__ = ["bmm", "mm", "one_thread_each"]
+
+_WORTH = 2**15  # multiplications of one product below which calling costs more than is gained
+
+
+def bmm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`torch.bmm`, to rounding; nothing can be differentiated through it where NumPy multiplies."""
+    if not _by_numpy(a, b):
+        return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+    out = a.new_empty(len(a), a.shape[1], b.shape[2]) if out is None else out
+    np.matmul(a.numpy(), b.numpy(), out=out.numpy())
+    return out
+
+
+def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """`torch.mm` in the same way."""
+    if not _by_numpy(a, b):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    np.matmul(a.numpy(), b.numpy(), out=out.numpy())
+    return out
+
+
+def _by_numpy(a: Tensor, b: Tensor) -> bool:
+    if not _single.entered or torch.get_num_threads() > 1:
+        return False
+    plain = all(
+        type(one) is Tensor and one.dtype == torch.float32 and one.device.type == "cpu" and not one.requires_grad
+        for one in (a, b)
+    )
+    watched = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0 or depth() is not None
+    return plain and not watched and a.shape[-2] * b.shape[-2:].numel() >= _WORTH
+
+
+class _Single:
+    """How many callers have asked for one thread; the first one sets it, the last one sets it back."""
+
+    def __init__(self) -> None:
+        self.entered, self._lock, self._before = 0, threading.Lock(), 0
+
+    def enter(self, library: Any) -> None:
+        with self._lock:
+            if not self.entered:
+                self._before = library.get_num_threads()
+                library.set_num_threads(1)
+            self.entered += 1
+
+    def leave(self, library: Any) -> None:
+        with self._lock:
+            self.entered -= 1
+            if not self.entered:
+                library.set_num_threads(self._before)
+
+
+_single = _Single()
+
+
+@contextlib.contextmanager
+def one_thread_each() -> Iterator[None]:
+    """Inside, whatever runs on one thread of PyTorch's may have NumPy multiply, on one thread as well."""
+    library = _openblas()
+    if library is None:
+        yield
+        return
+    _single.enter(library)
+    try:
+        yield
+    finally:
+        _single.leave(library)
+
+
+@functools.cache
+def _openblas() -> Any:
+    """The handle of NumPy's OpenBLAS where it is the faster library, else `None`."""
+    if not torch.backends.mkl.is_available() or "AuthenticAMD" not in _processor():
+        return None
+    try:
+        from threadpoolctl import ThreadpoolController  # scikit-learn brings it
+    except ImportError:
+        return None
+    found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
+    return next((each for each in found if "numpy" in each.filepath), None)
+
+
+def _processor() -> str:
+    """What the system says of the processor, its maker among it."""
+    described = Path("/proc/cpuinfo")
+    with contextlib.suppress(OSError):
+        return described.read_text(encoding="utf-8", errors="replace")[:4096]
+    return platform.processor()
