@@ -114,7 +114,7 @@ def test_the_wheel_holds_the_package_and_what_it_reads(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in held - package} == {about.partition("/")[0]}
     assert wheel.name.startswith(f"spiritlevel-{spiritlevel.__version__}-py3-none-any")
     core = re.findall(r"^Requires-Dist: ([A-Za-z_-]+)[^;\n]*$", metadata, re.MULTILINE)
-    assert core == ["torch", "numpy", "scipy", "scikit-learn", "safetensors", "platformdirs"]
+    assert core == ["torch", "numpy", "scipy", "scikit-learn", "threadpoolctl", "safetensors", "platformdirs"]
 
 
 def test_an_unpacked_wheel_measures_and_draws(wheel: Path, tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from spiritlevel.binding.parameters import depth
 
-__all__ = ["bmm", "mm", "one_thread_each"]
-
 _WORTH = 2**15  # multiplications of one product below which calling costs more than is gained
 
 
@@ -97,10 +95,8 @@ def _openblas() -> Any:
     """The handle of NumPy's OpenBLAS where it is the faster library, else `None`."""
     if not torch.backends.mkl.is_available() or "AuthenticAMD" not in _processor():
         return None
-    try:
-        from threadpoolctl import ThreadpoolController  # scikit-learn brings it
-    except ImportError:
-        return None
+    from threadpoolctl import ThreadpoolController
+
     found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
     return next((each for each in found if "numpy" in each.filepath), None)
 
