@@ -383,6 +383,8 @@ def test_fingerprints_read_at_most_16_numbers_of_a_sample() -> None:
         ("1.5MB", 1_500_000),
         ("3T", 3 * 10**12),
         ("7b", 7),
+        (np.int64(9), 9),
+        (np.float32(8.5), 8),
     ],
 )
 def test_memory_in_words_and_numbers(text: Any, size: int) -> None:
@@ -398,6 +400,13 @@ def test_other_memory_is_refused(text: Any) -> None:
 @pytest.mark.parametrize("memory", [0, -5, "0", "0.0001kb"])
 def test_memory_is_positive(memory: Any) -> None:
     with pytest.raises(InputError, match="memory must be positive"):
+        parse_memory(memory)
+
+
+@pytest.mark.parametrize("memory", [10**19, 10**400, "9" * 400, "99999999T", 1e300])
+def test_memory_is_not_more_than_any_machine_has(memory: Any) -> None:
+    """Numbers beyond floating point ended in an OverflowError."""
+    with pytest.raises(InputError, match=r"^memory must be at most 1,000,000,000,000,000,000 bytes, got .{1,80}$"):
         parse_memory(memory)
 
 

@@ -467,6 +467,7 @@ def test_traces_and_margins_of_a_model_read_the_data_alike() -> None:
         (lambda: sl.plot.density(smooth(), steps=3), "steps= is an option of a measurement"),
         (lambda: sl.plot.density(smooth(), width=0.1), "this one is smooth already; leave it out"),
         (lambda: sl.plot.landscape(NET, DATA, dimensions=2, points=3, band=4), "band= is drawn along a line, and this"),
+        (lambda: sl.plot.landscape(NET, DATA, points=3, band=10**400), "band must be a whole number from 1 to 1,000"),
         (lambda: sl.plot.landscape(NET, DATA, dimensions=2, points=3, quadratic=True), "quadratic= is drawn along a"),
         (lambda: sl.plot.save("chart", "figure.svg"), "save needs an Altair chart, got"),
         (lambda: sl.plot.save(sl.plot.margins(NET, DATA), "figure.gif"), "needs the ending .svg, .pdf or .png"),

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spiritlevel.errors import InputError
+import numpy as np
+
+from spiritlevel.errors import InputError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,7 @@ _TRIM_THRESHOLD, _MMAP_MAX, _MOST = -1, -4, 2**31 - 1  # of mallopt(3)
 KEPT_BY_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(_MOST)}
 """The environment in which a new process does what `keep_freed_memory` does."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LARGEST = 10**18  # bytes that somebody may mean: more than any machine has, and few enough to count with
 
 
 def parse_memory(memory: int | str | None, device: torch.device | None = None) -> int:
@@ -33,16 +36,21 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
     """
     if memory is None:
         return available_memory(device) // 2
+    number: float | None = None
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
-        if match is None:
-            raise InputError(f"memory must be a number of bytes or a string such as '2GB', got {memory!r}.")
-        memory = int(float(match[1]) * _UNITS[match[2] or ""])
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not math.isfinite(memory):
+        number = float(match[1]) * _UNITS[match[2] or ""] if match else None
+    elif isinstance(memory, int | np.integer) and not isinstance(memory, bool):
+        number = int(memory)
+    elif isinstance(memory, float | np.floating) and math.isfinite(memory):
+        number = float(memory)
+    if number is None:
         raise InputError(f"memory must be a number of bytes or a string such as '2GB', got {memory!r}.")
-    if memory < 1:
-        raise InputError(f"memory must be positive, got {memory}.")
-    return int(memory)
+    if number < 1:
+        raise InputError(f"memory must be positive, got {number}.")
+    if number > _LARGEST:
+        raise InputError(f"memory must be at most {_LARGEST:,} bytes, got {shown(memory)}.")
+    return int(number)
 
 
 def peak_memory() -> int:

@@ -26,7 +26,7 @@ from spiritlevel.answers.surface import landscape as measured_landscape
 from spiritlevel.answers.tracking import Tracker
 from spiritlevel.arguments import checked
 from spiritlevel.binding.reading import Reading
-from spiritlevel.errors import InputError, shown
+from spiritlevel.errors import InputError, shown, whole_number
 from spiritlevel.estimators import spectral_density
 from spiritlevel.operators.matrices import hessian
 from spiritlevel.results import (
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from spiritlevel.charts.axes import Chart
 
 _OF_BOTH = ("loss", "batch_norm", "batch_size", "group", *Reading.__annotations__)  # options of traces and margins
+
+_MOST_SAMPLES = 10**15  # in a mini-batch, which need not exist
 
 __all__ = ["audit", "density", "landscape", "layers", "margins", "save", "spectrum", "traces", "training"]
 
@@ -86,6 +88,7 @@ def landscape(
     found: dict[str, Landscape] = _found(
         of, data, options, Landscape, "landscape", lambda report: report.landscape, measured_landscape
     )
+    band = None if band is None else whole_number(band, "band", 1, _MOST_SAMPLES)
     counts = {len(surface.steps) for surface in found.values()}
     if len(counts) > 1:
         raise InputError("lines and planes cannot be drawn on one scale; give landscapes of one kind.")
