@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import numbers
 import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from spiritlevel.errors import InputError, shown
 
@@ -36,14 +35,7 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
     """
     if memory is None:
         return available_memory(device) // 2
-    number: float | None = None
-    if isinstance(memory, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
-        number = float(match[1]) * _UNITS[match[2] or ""] if match else None
-    elif isinstance(memory, int | np.integer) and not isinstance(memory, bool):
-        number = int(memory)
-    elif isinstance(memory, float | np.floating) and math.isfinite(memory):
-        number = float(memory)
+    number = _bytes(memory)
     if number is None:
         raise InputError(f"memory must be a number of bytes or a string such as '2GB', got {memory!r}.")
     if number < 1:
@@ -51,6 +43,18 @@ def parse_memory(memory: int | str | None, device: torch.device | None = None) -
     if number > _LARGEST:
         raise InputError(f"memory must be at most {_LARGEST:,} bytes, got {shown(memory)}.")
     return int(number)
+
+
+def _bytes(memory: Any) -> float | None:
+    """What was written as a number, `None` if it is none."""
+    if isinstance(memory, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", memory.lower())
+        return float(match[1]) * _UNITS[match[2] or ""] if match else None
+    if isinstance(memory, bool) or not isinstance(memory, numbers.Real):
+        return None
+    if isinstance(memory, numbers.Integral):
+        return int(memory)
+    return float(memory) if math.isfinite(memory) else None
 
 
 def peak_memory() -> int:
