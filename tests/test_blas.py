@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,22 +112,35 @@ def test_numpy_multiplies_only_what_is_large_single_and_unwatched(
 
 
 def test_the_threads_of_the_library_are_given_back(library: Library) -> None:
+    """And taken only where there is something to multiply."""
+    a, b = pair(3, 40, 50, 60)
     with blas.one_thread_each():
         with blas.one_thread_each():
+            assert library.threads == 7
+            blas.bmm(a, b)
             assert library.threads == 1
         assert library.threads == 1
     assert library.threads == 7
-    with pytest.raises(ZeroDivisionError), blas.one_thread_each():
+    with contextlib.suppress(ZeroDivisionError), blas.one_thread_each():
+        blas.bmm(a, b)
         _ = 1 / 0
+    with blas.one_thread_each():
+        pass
     assert library.given == [1, 7, 1, 7]
 
 
 def test_batches_side_by_side_have_numpy_on_one_thread(library: Library) -> None:
     """Also a single one, where there is one thread for it, but not where it has several."""
+    a, b = pair(3, 40, 50, 60)
+
+    def multiplied() -> int:
+        blas.bmm(a, b)
+        return library.threads
+
     for threads, count, items, wanted in ((1, 1, 1, 1), (1, 1, 3, 1), (2, 2, 3, 1), (2, 2, 1, 7), (4, 2, 3, 7)):
         torch.set_num_threads(threads)
         seen: list[int] = []
-        side_by_side(range(items), lambda _: lambda: library.threads, seen.append, count)
+        side_by_side(range(items), lambda _: multiplied, seen.append, count)
         assert seen == [wanted] * items, (threads, count, items)
         assert library.threads == 7
 

@@ -43,34 +43,47 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _by_numpy(a: Tensor, b: Tensor) -> bool:
-    if not _single.entered or torch.get_num_threads() > 1:
+    if not _single.entered or torch.get_num_threads() > 1 or a.shape[-2] * b.shape[-2:].numel() < _WORTH:
         return False
     plain = all(
         type(one) is Tensor and one.dtype == torch.float32 and one.device.type == "cpu" and not one.requires_grad
         for one in (a, b)
     )
     watched = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack() > 0 or depth() is not None
-    return plain and not watched and a.shape[-2] * b.shape[-2:].numel() >= _WORTH
+    return plain and not watched and _single.ready()
 
 
 class _Single:
-    """How many callers have asked for one thread; the first one sets it, the last one sets it back."""
+    """How many callers have asked for one thread. NumPy gets it at its first product, and the others back at the end.
+
+    Looking for its library takes 10 ms, which a small network would notice.
+    """
 
     def __init__(self) -> None:
-        self.entered, self._lock, self._before = 0, threading.Lock(), 0
+        self.entered, self._lock = 0, threading.Lock()
+        self._before: int | None = None
 
-    def enter(self, library: Any) -> None:
+    def enter(self) -> None:
         with self._lock:
-            if not self.entered:
-                self._before = library.get_num_threads()
-                library.set_num_threads(1)
             self.entered += 1
 
-    def leave(self, library: Any) -> None:
+    def ready(self) -> bool:
+        """Whether there is a faster library, which then has one thread."""
+        library = _openblas()
+        if library is None:
+            return False
+        with self._lock:
+            if self._before is None:
+                self._before = library.get_num_threads()
+                library.set_num_threads(1)
+        return True
+
+    def leave(self) -> None:
         with self._lock:
             self.entered -= 1
-            if not self.entered:
-                library.set_num_threads(self._before)
+            if not self.entered and self._before is not None:
+                _openblas().set_num_threads(self._before)
+                self._before = None
 
 
 _single = _Single()
@@ -79,15 +92,11 @@ _single = _Single()
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
     """Inside, whatever runs on one thread of PyTorch's may have NumPy multiply, on one thread as well."""
-    library = _openblas()
-    if library is None:
-        yield
-        return
-    _single.enter(library)
+    _single.enter()
     try:
         yield
     finally:
-        _single.leave(library)
+        _single.leave()
 
 
 @functools.cache
