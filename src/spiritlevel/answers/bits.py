@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from torch import nn
 
-from spiritlevel.answers.changes import Change, Moved, as_change, rounded
+from spiritlevel.answers.changes import Change, Moved, as_change, matrices_of, rounded
 from spiritlevel.answers.expanding import Way, rises_alone
 from spiritlevel.answers.measuring import Progress, silent
 from spiritlevel.answers.perturbing import changed, floating_names, moved, perturb_in
@@ -105,7 +105,7 @@ def choose_bits(
     )
     setting.check()
     changes = {width: as_change(f"int{width}{':channel' if channel else ''}") for width in widths}
-    matrices = {name: tensor for name, tensor in setting.problem.params.items() if tensor.ndim >= 2}
+    matrices = matrices_of(setting.problem.params)
     if not matrices:
         owner = "the model has" if params is None else "params= names"
         raise InputError(f"choose_bits rounds matrices and kernels, and {owner} none.")

@@ -60,13 +60,18 @@ class Change:
         """Those of these parameters that the change moves; all, if somebody has named them."""
         if not self.weights_only or named:
             return params
-        found = {name: tensor for name, tensor in params.items() if tensor.ndim >= 2}
+        found = matrices_of(params)
         if not found:
             raise InputError(
                 f"the change {self.name} applies to matrices and kernels, but the model has none; name the parameters "
                 "to change with params=."
             )
         return found
+
+
+def matrices_of(params: Params) -> Params:
+    """The matrices and kernels, which rounding and pruning are for."""
+    return {name: tensor for name, tensor in params.items() if tensor.ndim >= 2}
 
 
 # ---------------------------------------------------------------- how a change is written

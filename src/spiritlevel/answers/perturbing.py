@@ -148,6 +148,7 @@ def perturb(
 
 
 def floating_names(model: nn.Module) -> list[str]:
+    """The parameters that a change may move."""
     found = [name for name, tensor in model.named_parameters() if tensor.is_floating_point()]
     if not found:
         raise InputError(f"the model {type(model).__name__} has no floating-point parameters to change.")

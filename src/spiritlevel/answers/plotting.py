@@ -85,10 +85,10 @@ def landscape(
     """
     from spiritlevel.charts.figures import surface_lines, surface_maps
 
+    band = None if band is None else whole_number(band, "band", 1, _MOST_SAMPLES)
     found: dict[str, Landscape] = _found(
         of, data, options, Landscape, "landscape", lambda report: report.landscape, measured_landscape
     )
-    band = None if band is None else whole_number(band, "band", 1, _MOST_SAMPLES)
     counts = {len(surface.steps) for surface in found.values()}
     if len(counts) > 1:
         raise InputError("lines and planes cannot be drawn on one scale; give landscapes of one kind.")

@@ -91,7 +91,7 @@ _single = _Single()
 
 @contextlib.contextmanager
 def one_thread_each() -> Iterator[None]:
-    """Inside, whatever runs on one thread of PyTorch's may have NumPy multiply, on one thread as well."""
+    """Inside, whatever runs on one thread of PyTorch's may have NumPy multiply, on one thread as well; nothing else."""
     _single.enter()
     try:
         yield
@@ -107,7 +107,7 @@ def _openblas() -> Any:
     from threadpoolctl import ThreadpoolController
 
     found = [each for each in ThreadpoolController().lib_controllers if each.internal_api == "openblas"]
-    return next((each for each in found if "numpy" in each.filepath), None)
+    return next((each for each in found if Path(each.filepath).parent.name.startswith("numpy")), None)
 
 
 def _processor() -> str:

@@ -72,14 +72,14 @@ def side_by_side(
     jobs.extend(itertools.islice(begun, 1))
     second = list(itertools.islice(begun, 1 if count > 1 else 0))
     if not second:  # all cores for one
-        with one_thread_each() if torch.get_num_threads() == 1 else contextlib.nullcontext():
+        with one_thread_each():
             settle(0)
             for job in begun:
                 jobs.append(job)
                 settle(0)
         return
-    alone = one_thread_each() if share == 1 else contextlib.nullcontext()
-    with alone, threads(share), ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,)) as helpers:
+    pool = ThreadPoolExecutor(count - 1, initializer=_use_threads, initargs=(share,))
+    with one_thread_each(), threads(share), pool as helpers:
         try:
             for job in itertools.chain(second, begun):
                 jobs.append(job)

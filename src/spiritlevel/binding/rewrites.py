@@ -43,8 +43,8 @@ class Elementary(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         rewrite = _REWRITES.get(func)
-        if _followed.get() and (rewrite is None or rewrite is _layer_norm):
-            rewrite = STEP_BY_STEP.get(func)
+        if _followed.get():
+            rewrite = None if rewrite is _layer_norm else rewrite or STEP_BY_STEP.get(func)
         if rewrite is None:
             return func(*args, **kwargs)
         result = rewrite(*args, **kwargs)

@@ -15,7 +15,7 @@ from spiritlevel.cli.base import Outcome, ProgressBar, check_writable, tell
 from spiritlevel.cli.measure import OnData
 from spiritlevel.cli.parsing import listed, optional
 from spiritlevel.cli.report import read_result
-from spiritlevel.errors import InputError, unknown_name
+from spiritlevel.errors import InputError, enumerated, unknown_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -138,7 +138,7 @@ class Plot(OnData):
         """Refuse the options of other figures, and those that contradict each other."""
         for name, kinds in _FIGURES.items():
             if self._given(name) and self.kind not in kinds:
-                raise InputError(f"{option(name)} belongs to {_and(kinds)}, not to {self.kind}; leave it out.")
+                raise InputError(f"{_option(name)} belongs to {enumerated(kinds)}, not to {self.kind}; leave it out.")
         if self.beside is not None and self.kind in ("audit", "layers"):
             raise InputError(f"--beside puts two on one scale, and {self.kind} draws one at a time; leave it out.")
         ways = [f"--{name}" for name in ("directions", "to", "along") if self._given(name)]
@@ -166,7 +166,7 @@ class Plot(OnData):
         for name in (*measuring, *_MEASURING):
             if self._given(name):
                 raise InputError(
-                    f"{option(name)} belongs to a model, but a kept run already holds its numbers; leave it out."
+                    f"{_option(name)} belongs to a model, but a kept run already holds its numbers; leave it out."
                 )
         found: dict[str, Result] = {}
         for place in filter(None, (self.source, self.beside)):
@@ -271,11 +271,7 @@ _NO_BAND = "--band is drawn along a line, and this landscape is a plane; leave i
 _HINT = "or, in place of the model, name a folder that `spiritlevel measure` wrote."
 
 
-def _and(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-
-
-def option(name: str) -> str:
+def _option(name: str) -> str:
     """As it is written on the command line."""
     return f"--{name.replace('_', '-')}"
 

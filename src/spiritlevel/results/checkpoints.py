@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from spiritlevel.arguments import checked
-from spiritlevel.errors import InputError, counted, unknown_name
+from spiritlevel.errors import InputError, counted, enumerated, unknown_name
 from spiritlevel.results.codec import Misfit, Result
 from spiritlevel.results.estimates import Estimate
 from spiritlevel.results.formatting import aligned, figure, left_out_lines
@@ -155,4 +155,4 @@ def _listed(names: list[str]) -> str:
     ('a, b and c', 'a, b and 2 others')
     """
     shown = names if len(names) <= 3 else [*names[:2], counted(len(names) - 2, "other")]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
+    return enumerated(shown)

@@ -335,7 +335,7 @@ class Collector:
     def _differentiator(self, inputs: Any, targets: Tensor, start: int) -> tuple[Differentiate, tuple[str, ...]]:
         few = inputs if self.coupled else resized(inputs, min(8, len(targets)))
         with self._blaming(inputs, targets, start):
-            return differentiator(self.problem, few, self.seed)
+            return differentiator(self.problem, few, self.seed, start)
 
     @contextmanager
     def _blaming(self, inputs: Any, targets: Tensor, start: int = 0) -> Iterator[None]:

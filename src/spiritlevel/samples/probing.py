@@ -103,7 +103,7 @@ def along_reverse(problem: Problem, inputs: Any, direction: Params) -> Derivativ
     return outputs.detach(), first.detach(), second.detach()
 
 
-def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differentiate, tuple[str, ...]]:
+def differentiator(problem: Problem, inputs: Any, seed: int, start: int = 0) -> tuple[Differentiate, tuple[str, ...]]:
     """Forward mode if this model has it and it agrees with reverse mode; otherwise reverse mode, and a note.
 
     The checksum (mathematics 4.7): for one batch, one probe v and random weights w, Σ w·φ̇ = v·∇ and Σ w·φ̈ = v·∇²v of Σ
@@ -154,7 +154,8 @@ def differentiator(problem: Problem, inputs: Any, seed: int) -> tuple[Differenti
                 changes.append(abs(dot(u, near) - dot(u, product)) + abs(dot(v, near_other) - dot(v, other)))
             symmetric = difference <= 10 * median(changes)
     if not symmetric:
-        refuse_infinite(inputs)
+        if not math.isfinite(difference):
+            refuse_infinite(inputs, start)
         raise InputError(
             "the second derivatives of this model are not symmetric, so no curvature of it can be trusted: is a part "
             "of its forward under torch.no_grad() (then freeze its parameters with requires_grad_(False)), or is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -119,10 +120,13 @@ def split_units(
             splits.append(_Split(shares, cuts))
     if not splits:
         raise watched.refused(_NO_UNITS, channels.obstacles())
-    try:
-        return _result(watched, _possible(watched, splits, watched.sample.first(_TRIED)))
-    except _FIXED:
-        return _result(watched, _possible(watched, splits, watched.sample))
+    few = watched.sample.first(_TRIED)
+    possible = _possible(watched, splits, few)  # what fails on few fails on all
+    if possible and few.count < watched.sample.count:
+        with contextlib.suppress(*_FIXED):
+            return _result(watched, possible)
+        possible = _possible(watched, splits, watched.sample)
+    return _result(watched, possible)
 
 
 def _result(watched: Watched, splits: list[_Split]) -> Transformed:

@@ -49,7 +49,7 @@ def squared(tensor: Tensor, dim: int = 1) -> Tensor:
 def gram_of(rows: Tensor) -> Tensor:
     """All products of the rows of every sample, in float64: they are squares, most of which may cancel later."""
     rows = rows.double()
-    return bmm(rows, rows.mT)
+    return torch.bmm(rows, rows.mT)
 
 
 GRAM_COST = 2  # a product in float64 costs twice that in float32
