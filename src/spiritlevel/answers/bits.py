@@ -110,42 +110,57 @@ def choose_bits(
         owner = "the model has" if params is None else "params= names"
         raise InputError(f"choose_bits rounds matrices and kernels, and {owner} none.")
     sizes = {name: tensor.numel() for name, tensor in matrices.items()}
-    said = progress or silent
-    found = {}
-    for done, (width, change) in enumerate(changes.items()):
-        said(f"each layer rounded to {width} bits", done, len(changes) + 1)
-        found[width] = _alone(setting, change, by, samples)
-    said("the plan, and the same bits for all", len(changes), len(changes) + 1)
-    alone = {name: {width: found[width].get(name, 0.0) for width in widths} for name in sizes}  # 0: it does not move
-    costs = {name: at_least_of_more_bits(each) for name, each in alone.items()}
+    costs = _costs(setting, list(sizes), changes, by, samples, progress or silent)
     chosen = cheapest(costs, sizes, widths, bits)
     uniform = max(width for width in widths if width <= bits)
     where = setting if test is None else setting.on(test)
-    plan = changed(where, mixed(chosen, channel))
-    alike = changed(where, mixed(dict.fromkeys(chosen, uniform), channel))
+    losses, accuracies = _carried_out(where, chosen, uniform, channel)
     rows = [
         LayerBits(name, sizes[name], chosen[name], costs[name][chosen[name]], costs[name][uniform]) for name in chosen
     ]
+    return BitPlan(
+        rows=tuple(rows),
+        budget=float(bits),
+        by=by,
+        uniform=uniform,
+        losses=losses,
+        accuracies=accuracies,
+        samples=where.count,
+    )
+
+
+_Three = tuple[Estimate, Estimate, Estimate]
+
+
+def _carried_out(where: Setting, chosen: dict[str, int], uniform: int, channel: bool) -> tuple[_Three, _Three]:
+    """Losses and accuracies: unrounded, with these bits, and with the same number of bits for all."""
+    plan = changed(where, mixed(chosen, channel))
+    alike = changed(where, mixed(dict.fromkeys(chosen, uniform), channel))
     nothing = Estimate(float("nan"), reason="the outputs are not classes")
     accuracies = [
         Estimate(float(columns[key].mean())) if key in columns else nothing
         for columns, key in ((plan, "right"), (plan, "right_after"), (alike, "right_after"))
     ]
     losses = [plan["before"], plan["after"], alike["after"]]
-    return BitPlan(
-        rows=tuple(rows),
-        budget=float(bits),
-        by=by,
-        uniform=uniform,
-        losses=_three(Estimate(float(column.mean())) for column in losses),
-        accuracies=_three(accuracies),
-        samples=where.count,
-    )
+    return _three(Estimate(float(column.mean())) for column in losses), _three(accuracies)
 
 
-def _three(values: Any) -> tuple[Estimate, Estimate, Estimate]:
+def _three(values: Any) -> _Three:
     first, second, third = values
     return first, second, third
+
+
+def _costs(
+    setting: Setting, names: list[str], changes: dict[int, Change], by: str, samples: int | None, progress: Progress
+) -> dict[str, dict[int, float]]:
+    """What each number of bits is taken to cost each of these layers."""
+    found = {}
+    for done, (width, change) in enumerate(changes.items()):
+        progress(f"each layer rounded to {width} bits", done, len(changes) + 1)
+        found[width] = _alone(setting, change, by, samples)
+    progress("the plan, and the same bits for all", len(changes), len(changes) + 1)
+    alone = {name: {width: each.get(name, 0.0) for width, each in found.items()} for name in names}  # 0: it stays
+    return {name: at_least_of_more_bits(each) for name, each in alone.items()}
 
 
 def _alone(setting: Setting, change: Change, by: str, samples: int | None) -> dict[str, float]:
