@@ -62,7 +62,7 @@ test-versions:  ## The oldest versions that pyproject.toml promises, and the cor
 	rm -rf $(VERSIONS) && mkdir -p $(VERSIONS)
 	$(if $(TORCH),TORCH=$(TORCH)) $(PYTHON) tools/oldest.py > $(VERSIONS)/oldest.txt
 	$(PYTHON) -m venv $(VERSIONS)/oldest
-	$(VERSIONS)/oldest/bin/python $(VERSIONS_PIP) -c $(VERSIONS)/oldest.txt -e '.[dev]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
+	$(VERSIONS)/oldest/bin/python $(VERSIONS_PIP) -c $(VERSIONS)/oldest.txt -e '.[all,test]' || { echo "make: $(NO_CPU_TORCH)" >&2; exit 1; }
 	$(VERSIONS)/oldest/bin/python -m pytest -q -n 2 --dist worksteal $(VERSIONS_TESTS)
 	$(PYTHON) -m venv $(VERSIONS)/core
 	$(VERSIONS)/core/bin/python $(PIP) .

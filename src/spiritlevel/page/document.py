@@ -166,7 +166,7 @@ def _static(name: str) -> str:
 # What the library bundles, by its version. The cache folder is not part of the program, and what lies there goes into
 # every page, so it is first compared with this. A test says which line is missing.
 _BUNDLES = {
-    "1.4.0": "1e505c26392e010fcbb10ce72cde48080f5b3661d4d45035c5d31bd43d5cc78d",
+    "1.8.0": "b66996bb5822b536e6808945330c26223bf890967feb4a7e681b432d3563ea8a",
     "1.9.0.post1": "373b1f84072b31010f15ceb787be6b415c53936411aae267c8c2b2b6ccde46e7",
 }
 
